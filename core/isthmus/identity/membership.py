@@ -205,9 +205,13 @@ class Membership:
         self._next_key = tls.new_key()
         return tls.signing_request(self._next_key)
 
-    def proof_of(self, request: bytes) -> bytes:
-        """The signature of a signing request by the key of the present certificate."""
-        return tls.prove(self.key, request)
+    def proof_of(self, request: bytes, nonce: bytes) -> bytes:
+        """The signature of nonce and signing request by the key of the present certificate.
+
+        Raises:
+            AdmissionRefused: the nonce does not have the length of one.
+        """
+        return tls.prove(self.key, nonce, request)
 
     def renewed(self, data: bytes) -> None:
         """Save the certificate (PEM) that was issued for the last `next_request`.

@@ -40,6 +40,10 @@ SERVER = "server"
 AUTHORITY_NAME = "Isthmus authority"
 """The common name of every authority; what identifies one is its key."""
 
+NONCE_BYTES = 32
+"""Length of the nonce that is signed to have a certificate renewed."""
+
+_RENEWAL_DOMAIN = b"isthmus/renewal/1/"
 _ROLE_URI = "isthmus:"
 _ENROLLER_URI = "isthmus-enroller:"
 _IDENTITY_URI = "isthmus-identity:"
@@ -73,13 +77,17 @@ def signing_request(key: Key) -> bytes:
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
 
-def prove(key: Key, data: bytes) -> bytes:
-    """Sign data with the key of a certificate (ECDSA with SHA-256)."""
-    return key.sign(data, ec.ECDSA(hashes.SHA256()))
+def prove(key: Key, nonce: bytes, request: bytes) -> bytes:
+    """Sign a server's nonce and a signing request with the key of the present certificate.
+
+    Raises:
+        AdmissionRefused: the nonce does not have the length of one.
+    """
+    return key.sign(_renewal(nonce, request), ec.ECDSA(hashes.SHA256()))
 
 
-def check_proof(certificate: bytes, data: bytes, proof: bytes) -> None:
-    """Check that the holder of a certificate (PEM) has signed data.
+def check_proof(certificate: bytes, nonce: bytes, request: bytes, proof: bytes) -> None:
+    """Check that the holder of a certificate (PEM) has signed a nonce and a signing request.
 
     Raises:
         AdmissionRefused: it did not.
@@ -88,9 +96,22 @@ def check_proof(certificate: bytes, data: bytes, proof: bytes) -> None:
     try:
         if not isinstance(key, PublicKey):
             raise AdmissionRefused("the key of this certificate signs nothing")
-        key.verify(proof, data, ec.ECDSA(hashes.SHA256()))
+        key.verify(proof, _renewal(nonce, request), ec.ECDSA(hashes.SHA256()))
     except InvalidSignature:
         raise AdmissionRefused("the key of the present certificate did not sign this") from None
+
+
+def _renewal(nonce: bytes, request: bytes) -> bytes:
+    """What is signed to have a certificate renewed.
+
+    An aggregator may choose the nonce. So it has one length, and what is signed begins as nothing
+    else does that this key signs: it cannot be taken for a handshake of TLS.
+    """
+    if len(nonce) != NONCE_BYTES:
+        raise AdmissionRefused(
+            f"a nonce for the renewal of a certificate has {len(nonce)} bytes, not {NONCE_BYTES}"
+        )
+    return _RENEWAL_DOMAIN + nonce + request
 
 
 def fingerprint(certificate: x509.Certificate) -> bytes:

@@ -40,7 +40,9 @@ class CertificateRenewal:
     Guarantees:
       * a certificate is renewed when a third of its life is left by the server's clock;
       * requests that are not granted are repeated at least a hundredth of its life apart;
-      * a certificate is replaced only by one that ends later.
+      * a certificate is replaced only by one that ends later;
+      * each request is signed at most once, with one nonce, and only on the stream on which it was
+        sent.
     """
 
     def __init__(self, membership: Membership, now: Callable[[], float] = time.time) -> None:
@@ -52,6 +54,8 @@ class CertificateRenewal:
         self._answered = asyncio.Event()
         """Set while no request is unanswered."""
         self._answered.set()
+        self._unsigned = b""
+        """The last request on this stream (DER), until it is signed or answered."""
         self._welcomed_at = 0.0
         """Monotonic time of the last welcome."""
         self._reported = False
@@ -65,6 +69,7 @@ class CertificateRenewal:
         if not 0 <= clock <= _LATEST_CLOCK:
             raise UpdateError(f"the server's welcome has clock={clock}")
         self._answered.set()
+        self._unsigned = b""
         self._server_clock = clock
         self._welcomed_at = time.monotonic()
         differs = abs(clock - self._now()) > TOLERANCE_SECONDS
@@ -109,9 +114,8 @@ class CertificateRenewal:
                 await asyncio.sleep(min(left, _LONGEST_SLEEP))
                 continue
             self._answered.clear()
-            request = membership.next_request()
-            # For a server behind an aggregator, which could ask for a certificate of its own key.
-            renew = link_pb2.Renew(signing_request=request, proof=membership.proof_of(request))
+            self._unsigned = membership.next_request()
+            renew = link_pb2.Renew(signing_request=self._unsigned)
             await stream.send(link_pb2.Envelope(renew=renew))
             end = membership.certificate.not_valid_after_utc.timestamp()
             pause = max((end - self.server_time()) / 10, membership.life / 100)
@@ -123,18 +127,38 @@ class CertificateRenewal:
             async with asyncio.timeout(seconds):
                 await self._answered.wait()
 
-    async def take(self, renewed: link_pb2.Renewed) -> bool:
-        """Store the certificate in the server's answer; returns whether it contains one."""
+    async def take(self, renewed: link_pb2.Renewed, stream: Stream) -> bool:
+        """Store the certificate in the server's answer; returns whether it contains one.
+
+        If it has a nonce instead, the request is sent again, signed with that.
+        """
         membership = self._membership
+        request = self._unsigned
+        self._unsigned = b""
         try:
+            if renewed.nonce and request:
+                self._sign(request, renewed.nonce, stream)
+                return False
             if not renewed.certificate:
                 raise AdmissionRefused(in_a_line(renewed.reason))
             await asyncio.to_thread(membership.renewed, renewed.certificate)
         except (AdmissionRefused, OSError) as error:
+            self._answered.set()
             log.warning("the certificate of %s was not renewed: %s", membership.name, error)
             return False
-        finally:
-            self._answered.set()
+        self._answered.set()
         end = membership.certificate.not_valid_after_utc.timestamp()
         log.info("the certificate of %s is renewed until %s", membership.name, utc(end))
         return True
+
+    def _sign(self, request: bytes, nonce: bytes, stream: Stream) -> None:
+        """Send a request again, with a proof that it is made now.
+
+        Raises:
+            AdmissionRefused: the nonce does not have the length of one.
+        """
+        renew = link_pb2.Renew(
+            signing_request=request, proof=self._membership.proof_of(request, nonce)
+        )
+        # Not awaited, so that the stream is read while it cannot be written.
+        stream.spawn(stream.send(link_pb2.Envelope(renew=renew)))

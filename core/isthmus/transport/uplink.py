@@ -529,7 +529,7 @@ class Uplink:
         elif kind == "renewed":
             renewal = self._renewal
             welcome = self._welcome
-            if renewal and welcome and await renewal.take(message.renewed):
+            if renewal and welcome and await renewal.take(message.renewed, stream):
                 welcome.enrolment = message.renewed.enrolment
                 self.on_welcome(welcome)
         elif kind == "cancel":

@@ -829,11 +829,13 @@ class Renew(_message.Message):
     def __init__(self, signing_request: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Renewed(_message.Message):
-    __slots__ = ("certificate", "reason", "enrolment")
+    __slots__ = ("certificate", "reason", "enrolment", "nonce")
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     ENROLMENT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     certificate: bytes
     reason: str
     enrolment: bytes
-    def __init__(self, certificate: _Optional[bytes] = ..., reason: _Optional[str] = ..., enrolment: _Optional[bytes] = ...) -> None: ...
+    nonce: bytes
+    def __init__(self, certificate: _Optional[bytes] = ..., reason: _Optional[str] = ..., enrolment: _Optional[bytes] = ..., nonce: _Optional[bytes] = ...) -> None: ...

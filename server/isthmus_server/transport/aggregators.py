@@ -65,7 +65,8 @@ class DeviceChannel:
         self.number = number
         self.participant: Peer | None = None
         """The participant whose stream it is, as soon as it is admitted."""
-        self._certificate = certificate
+        self.certificate = certificate
+        """The device's certificate (PEM)."""
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
         self._bytes = 0
         """Bytes of what waits in the queue."""
@@ -130,7 +131,7 @@ class DeviceChannel:
 
     def auth_context(self) -> dict[str, list[bytes]]:
         """The device's certificate, in the form of gRPC."""
-        return {"x509_pem_cert": [self._certificate]}
+        return {"x509_pem_cert": [self.certificate]}
 
     def peer(self) -> str:
         """A name for the caller, which no other has."""

@@ -15,13 +15,11 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, UpdateError, UserError
-from isthmus.identity import tls
 from isthmus.identity.tls import Subject, is_loopback, is_socket
 from isthmus.system.clocks import CLOCK_METADATA
 from isthmus.system.private_socket import private_socket
@@ -58,6 +56,7 @@ from isthmus_server.transport.limits import (
 )
 from isthmus_server.transport.peer import Fetched, ListenerGroup, Peer, Place
 from isthmus_server.transport.relay import Relay
+from isthmus_server.transport.renewal_proofs import UNSIGNED, RenewalProofs
 from isthmus_server.transport.turns import AllTurns
 
 CONNECTIONS = 20_000
@@ -119,8 +118,6 @@ class Link(AllTurns):
         self._private = contextlib.ExitStack()
         self._streams: Counter[bytes] = Counter()
         self._heartbeats = Heartbeats(lease_seconds, PING_GROUPS)
-        self._issued: WeakKeyDictionary[Peer, bytes] = WeakKeyDictionary()
-        """The certificate (PEM) that was last issued on the stream of a device at an aggregator."""
 
     async def start(
         self,
@@ -490,10 +487,9 @@ class Link(AllTurns):
         peer.subject = subject
         peer.stream = stream
         peer.place = None
-        peer.present_certificate = None
-        self._issued.pop(peer, None)
+        peer.renewal_proofs = None
         if isinstance(context, DeviceChannel):
-            peer.present_certificate = certificate_of(context)
+            peer.renewal_proofs = RenewalProofs(context.certificate)
             peer.place = Place(context.aggregator.peer, context.number)
             context.participant = peer
             through = context.aggregator.name
@@ -569,32 +565,20 @@ class Link(AllTurns):
             self.disconnect(peer.name, _gone(peer), grpc.StatusCode.CANCELLED)
 
     async def _renewed(self, peer: Peer, asked: link_pb2.Renew) -> link_pb2.Renewed:
-        """Answer a request for a certificate; an aggregator cannot make one for a device."""
+        """Answer a request for a certificate; an aggregator can neither make nor repeat one."""
         request = asked.signing_request
-        present = peer.present_certificate
-        if present is not None:
+        proofs = peer.renewal_proofs
+        if proofs is not None:
+            if not asked.proof:
+                return link_pb2.Renewed(nonce=proofs.new_nonce(), reason=UNSIGNED)
             try:
-                self._check_proof(peer, present, request, asked.proof)
+                proofs.check(request, asked.proof)
             except AdmissionRefused as error:
                 return link_pb2.Renewed(reason=str(error))
         renewed, peer.subject = await self.enrolments.renewed(peer.subject, request)
-        if present is not None and renewed.certificate:
-            self._issued[peer] = renewed.certificate
+        if proofs is not None and renewed.certificate:
+            proofs.issued(renewed.certificate)
         return renewed
-
-    def _check_proof(self, peer: Peer, present: bytes, request: bytes, proof: bytes) -> None:
-        """Check that a device's key signed a request: that of its stream, or the newest one.
-
-        A device keeps its key if it cannot store the certificate that was issued for the next one.
-
-        Raises:
-            AdmissionRefused: neither did.
-        """
-        if (newest := self._issued.get(peer)) is not None:
-            with contextlib.suppress(AdmissionRefused):
-                tls.check_proof(newest, request, proof)
-                return
-        tls.check_proof(present, request, proof)
 
     async def _handle_reply(self, peer: Peer, stream: Stream, reply: link_pb2.Reply) -> None:
         if reply.id in peer.unacknowledged:

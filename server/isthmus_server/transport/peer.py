@@ -19,6 +19,7 @@ from isthmus.transport.stream import Stream, to_the_end
 from isthmus.transport.transfer_time import TransferTime
 from isthmus.wire import link_pb2
 from isthmus_server.transport.limits import Refusal
+from isthmus_server.transport.renewal_proofs import RenewalProofs
 
 MAX_OUTBOX = 64
 """Receipts and cancellations kept for one participant: as many as it may have open requests."""
@@ -179,9 +180,9 @@ class Peer:
         """The task that serves the stream."""
         self.place: Place | None = None
         """Where its stream is, if that is at an aggregator."""
-        self.present_certificate: bytes | None = None
-        """Certificate (PEM) whose key signs requests for another one; None at the server itself,
-        where TLS has shown that it holds the key."""
+        self.renewal_proofs: RenewalProofs | None = None
+        """What its requests for another certificate have to prove on this stream; None at the
+        server itself, where TLS has shown that it holds the key and says this now."""
         self.lease: asyncio.TimerHandle | None = None
         """Expires the participant, while it has no stream."""
         self.is_new = True

@@ -403,19 +403,20 @@ async def test_an_aggregator_cannot_have_a_certificate_issued_for_a_device(behin
     member = behind.members["a"]
     async with behind.raw(member) as (_, send, receive):
         await receive("welcome")
-        request = member.next_request()
-        for proof in (b"", tls.prove(tls.new_key(), request)):
+
+        async def answer_to(key):
+            request = member.next_request()
+            await send(renew=link_pb2.Renew(signing_request=request))
+            proof = tls.prove(key, (await receive("renewed")).nonce, request)
             await send(renew=link_pb2.Renew(signing_request=request, proof=proof))
-            reason = (await receive("renewed")).reason
-            assert reason == "the key of the present certificate did not sign this"
+            return await receive("renewed")
+
+        reason = (await answer_to(tls.new_key())).reason
+        assert reason == "the key of the present certificate did not sign this"
         # The second with the first key, as of a device that could not store the first certificate;
         # the third with the key of the newest.
         for stored in (False, True, True):
-            request = member.next_request()
-            proof = member.proof_of(request)
-            await send(renew=link_pb2.Renew(signing_request=request, proof=proof))
-            renewed = await receive("renewed")
-            assert not renewed.reason
+            assert not (await answer_to(member.key)).reason
             if stored:
                 member.key = member._next_key
 
