@@ -520,6 +520,7 @@ class ActiveRun:
 
         if not self.reports:
             trained.training.clear()
+            trained.steps = 0  # which follow from the number of examples
         if self.job.privacy is not None:
             clip_to_norm(self.layout.decode(update), self.job.privacy.clip)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -462,6 +463,7 @@ class Agent:
         """
         import torch
 
+        began = time.monotonic()
         work = request.train_local
         if run.job.privacy is None:
             result = self.host.train(request.id, work, payload, report)
@@ -470,7 +472,8 @@ class Agent:
         else:
             check_wanted(self._wanted(run, request))
             layout = run.result_layout(work)
-            result = link_pb2.Trained(), layout.encode(torch.zeros(layout.size))
+            zeros = layout.encode(torch.zeros(layout.size))
+            result = link_pb2.Trained(seconds=time.monotonic() - began), zeros
         trained, update = result
         self._tally.note(trained.examples > 0)
         trained.examples = run.weight

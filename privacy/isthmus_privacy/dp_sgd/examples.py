@@ -6,11 +6,10 @@ import dataclasses
 import enum
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_structure
 from torch.utils.data import Dataset, TensorDataset
 
 from isthmus.errors import TaskError
@@ -182,21 +181,32 @@ def _checked_other(each: object) -> object:
     return each
 
 
-def _shapes(one: Any) -> str:
-    """Equal for batches of one whose tensors can be put together."""
-    tensors: list[str] = []
-    others: list[str] = []
+def _shapes(value: Any) -> str:
+    """Equal for batches of one whose tensors can be put together.
 
-    def note(each: torch.Tensor) -> None:
-        if each.ndim == 0 or len(each) != 1:
+    It is followed as `map_tensors` follows it, with the types, keys and fields on the way: those of
+    the first example are those of all of a group.
+
+    Raises:
+        TaskError: a tensor has not one row.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0 or len(value) != 1:
             raise TaskError(
-                f"a batch of one example has a tensor of shape {tuple(each.shape)}; with "
+                f"a batch of one example has a tensor of shape {tuple(value.shape)}; with "
                 "differential privacy of examples every tensor must have one row for each"
             )
-        tensors.append(f"{tuple(each.shape)} {each.dtype}")
-
-    map_tensors(note, one, lambda each: others.append(repr(each)))
-    return f"{tree_structure(one)} {tensors} {others}"
+        return f"{tuple(value.shape)} {value.dtype}"
+    if isinstance(value, Mapping):
+        inner = [(repr(key), _shapes(each)) for key, each in value.items()]
+    elif isinstance(value, list | tuple):
+        inner = [("", _shapes(each)) for each in value]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        inner = [(name, _shapes(getattr(value, name))) for name in names]
+    else:
+        return repr(value)
+    return f"{type(value)} {inner}"
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -1,5 +1,9 @@
 """Gradients of single examples: those of batches of one, clipped, whatever the model does."""
 
+import dataclasses
+from collections import UserDict
+from typing import Any
+
 import pytest
 import torch
 from tests.datacenter.tasks import Masked, Table
@@ -141,16 +145,32 @@ def test_no_example_is_computed_with_what_is_not_a_tensor_of_another():
     assert [each.one[0][1] for each in groups] == [f"the sum is {float(x.sum())}" for x, _ in data]
 
 
+@dataclasses.dataclass
+class Fields:
+    """One of both has the numbers."""
+
+    even: Any = None
+    odd: Any = None
+
+
 class Keyed(Table):
     """Its examples have their numbers under different keys."""
 
+    kind: Any = dict
+
     def collate(self, rows):
-        return {"even" if float(rows[0][1]) > 0 else "odd": rows[0][0][None]}, rows[0][1][None]
+        name = "even" if float(rows[0][1]) > 0 else "odd"
+        return self.kind(**{name: rows[0][0][None]}), rows[0][1][None]
 
 
-def test_examples_with_other_keys_are_not_one_group():
+@pytest.mark.parametrize("kind", [dict, UserDict, Fields])
+def test_examples_with_other_keys_are_not_one_group(kind):
     task = Keyed({})
+    task.kind = kind
     inputs, signs = torch.ones(4, 3), torch.tensor([1.0, -1.0, 1.0, -1.0])
     data = torch.utils.data.TensorDataset(inputs, signs)
     groups = SampledExamples(task, data, range(4), 1.0, torch.device("cpu")).read(range(4))
-    assert [(list(each.one[0]), len(each)) for each in groups] == [(["even"], 2), (["odd"], 2)]
+    firsts = [dataclasses.asdict(each.one[0]) if kind is Fields else each.one[0] for each in groups]
+    names = [[name for name, value in first.items() if value is not None] for first in firsts]
+    assert names == [["even"], ["odd"]]
+    assert [len(each) for each in groups] == [2, 2]

@@ -60,6 +60,7 @@ async def test_a_report_is_the_same_whatever_the_data_of_a_device_do(deployment,
         report, _ = await deployment.run(what.replace(" ", "-"), *way, fails, "rounds=2")
         (*_, last) = report["rounds"]
         assert [each["status"] for each in last["receipts"]] == ["accepted"] * 3
+        assert all(each["seconds"] > 0 for each in last["receipts"])
         told[what] = exact({"rounds": report["rounds"], "failed": report["failed_attempts"]})
         figures = {name for each in report["rounds"] for name in each["training"]["federated"]}
         assert not figures & {"unusable", "over_range", "over_weight", "within_clip"}
@@ -67,3 +68,19 @@ async def test_a_report_is_the_same_whatever_the_data_of_a_device_do(deployment,
     expected = told.pop("none")
     for what, found in told.items():
         assert found == expected, what
+
+
+UNEQUAL = """
+def local_data(self, participant):
+    return rows({"a": 20, "b": 33, "c": 45}[participant.name], seed=3)
+"""
+
+
+async def test_steps_tell_no_number_of_examples(deployment):
+    """They are as many batches as the device has examples for, also where its update is seen."""
+    await deployment.start(UNEQUAL)
+    report, _ = await deployment.run("run", *OF_EXAMPLES, PLAIN, "rounds=1")
+    receipts = report["rounds"][0]["receipts"]
+    assert [(each["status"], each["steps"]) for each in receipts] == [("accepted", 0)] * 3
+    open_report, _ = await deployment.run("open", PLAIN, "federated.batch_size=4", "rounds=1")
+    assert len({each["steps"] for each in open_report["rounds"][0]["receipts"]}) == 3
