@@ -8,6 +8,7 @@ from tests.simulation import audit_faults as faults
 
 from isthmus.errors import UserError
 from isthmus.task import load_task
+from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_privacy.dp.accounting import Gaussian, SampledGaussian
 from isthmus_privacy.dp.auditing import Claim
 from isthmus_simulation.audit.audit import Audit
@@ -128,6 +129,13 @@ def test_a_ledger_that_charges_too_little_is_an_alarm(audit):
     assert report.undercharged is not None
     assert report.is_alarm
     assert "a ledger has an epsilon of" in dict(report.lines())["verdict"]
+
+
+def test_a_device_that_does_not_charge_what_it_trains_is_an_alarm(audit, monkeypatch):
+    monkeypatch.setattr(ExamplesAccount, "charge", lambda *_: None)
+    report = audit(*EXAMPLES, canaries=100)
+    assert report.undercharged is not None
+    assert "a ledger has an epsilon of 0.000" in dict(report.lines())["verdict"]
 
 
 # -- what is claimed and what is allowed ----------------------------------------------------------

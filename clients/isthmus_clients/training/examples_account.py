@@ -102,6 +102,10 @@ class ExamplesAccount:
             plan.privacy.delta,
         )
 
+    def spent(self, delta: float) -> float:
+        """The epsilon of all charges so far, of all runs together."""
+        return _epsilon(list(self._charges()), delta)
+
     def _check(self, plan: DeviceExamplesPlan, run: str, charges: list[Charge]) -> None:
         """Refuse a participation that would exceed a budget, in sentences without its numbers."""
         privacy = plan.privacy

@@ -19,7 +19,7 @@ from isthmus_privacy.dp.auditing import Claim, Measurement
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_server.model.global_model import GlobalModel
-from isthmus_simulation.audit.device_canaries import Guesses, audit_devices, most_in_a_run
+from isthmus_simulation.audit.device_canaries import ROUNDED, Guesses, audit_devices, most_in_a_run
 from isthmus_simulation.audit.example_canaries import (
     audit_examples,
     largest_device,
@@ -35,8 +35,6 @@ MOST_CANARIES = 1_000_000
 _AT_ONCE = 1000
 """Canary devices of a run."""
 _MOST_RUNS = 200
-_ROUNDED = 1.001
-"""Part by which what is charged may differ from what is claimed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +58,7 @@ class AuditReport:
     @property
     def is_over_budget(self) -> bool:
         """Whether what is claimed is more than the job's table allows."""
-        return self.measurement.claimed > self.budget * _ROUNDED
+        return self.measurement.claimed > self.budget * ROUNDED
 
     @property
     def is_alarm(self) -> bool:
@@ -142,6 +140,12 @@ class AuditReport:
             charged, due = self.undercharged
             return f"ALARM: a ledger has an epsilon of {charged:.3f} for rounds that cost {due:.3f}"
         return "no alarm: nothing was measured that the claim excludes"
+
+
+def _missing(undercharged: tuple[float, float]) -> float:
+    """By how much what was charged is too small."""
+    charged, due = undercharged
+    return due - charged
 
 
 def finite(number: float) -> float | None:
@@ -238,7 +242,7 @@ class Audit:
             self._run(audited)
             charged = audited.spent()
             due = plan.epsilon(min(audited.canaries.most_asked, times))
-            if charged * _ROUNDED < due:
+            if charged * ROUNDED < due:
                 undercharged.append((charged, due))
             return audited.canaries.guesses(plan, times)
 
@@ -256,7 +260,7 @@ class Audit:
             privacy.delta,
             found,
             runs,
-            max(undercharged, key=lambda each: each[1] - each[0], default=None),
+            max(undercharged, key=_missing, default=None),
         )
 
     def _examples(self, task: Task, trained: Mapping[str, int]) -> AuditReport:
@@ -270,11 +274,15 @@ class Audit:
         claim = Claim(plan.event, times, privacy.delta)
         most = most_of_devices(job, examples, sum(trained.values()))
         self._check_enough(claim, most)
+        undercharged: list[tuple[float, float]] = []
 
         def one(wanted: int, seed: int, folder: Path) -> Guesses:
             shard = index, devices
             audited = audit_examples(job, self.base, folder, shard, examples, trained, seed)
             self._run(audited)
+            found = audited.undercharged(times, privacy.delta)
+            if found is not None:
+                undercharged.append(found)
             return audited.canaries.guesses(times)
 
         guesses, runs = self._until_enough(one)
@@ -285,7 +293,14 @@ class Audit:
         )
         found = self._measured(claim, guesses)
         return AuditReport(
-            job.name, "example", mechanism, privacy.epsilon, privacy.delta, found, runs
+            job.name,
+            "example",
+            mechanism,
+            privacy.epsilon,
+            privacy.delta,
+            found,
+            runs,
+            max(undercharged, key=_missing, default=None),
         )
 
     def _until_enough(self, one: Callable[[int, int, Path], Guesses]) -> tuple[Guesses, int]:

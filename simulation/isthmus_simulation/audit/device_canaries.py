@@ -41,6 +41,8 @@ from isthmus_simulation.run import Simulation
 if TYPE_CHECKING:
     from isthmus_server.rounds.run_parts import RunParts
 
+ROUNDED = 1.001
+"""Factor by which an epsilon may be above the one that it is compared with, for rounding."""
 OVER = 4.0
 """How many times longer than the clipping bound a canary is before it is clipped."""
 _LARGEST_ELEMENT = 0.9

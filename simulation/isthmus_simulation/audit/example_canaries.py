@@ -24,7 +24,7 @@ from isthmus.wire import link_pb2
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_privacy.dp_sgd.isolation import EXAMPLES
 from isthmus_simulation.audit.canary_task import KEY, SOURCE, CanaryTask, canaries_among
-from isthmus_simulation.audit.device_canaries import OVER, Guesses
+from isthmus_simulation.audit.device_canaries import OVER, ROUNDED, Guesses
 from isthmus_simulation.audit.directions import Directions
 from isthmus_simulation.devices.device import VirtualHost
 from isthmus_simulation.devices.fleet import VirtualFleet
@@ -65,6 +65,18 @@ class ExampleCanaries:
         canaries = len(self._coins[name])
         seen = directions.of_all(total)[:canaries] / self._plans[name].privacy.clip
         self._seen.setdefault(name, []).append(seen)
+
+    def costs(self, times: int) -> Mapping[str, float]:
+        """What the steps of each device that were seen cost one of its examples, as an epsilon.
+
+        Args:
+            times: participations that are claimed, above which a device would not train.
+        """
+        found = {}
+        for name, rows in self._seen.items():
+            plan = self._plans[name]
+            found[name] = plan.epsilon(min(times, math.ceil(len(rows) / plan.steps)))
+        return found
 
     def guesses(self, times: int) -> Guesses:
         """Guess the coin of each canary of a device that has trained.
@@ -144,11 +156,28 @@ class ExampleAudit(Simulation):
     canaries: ExampleCanaries
     shard: tuple[int, int]
     """The device whose data all have, and the devices of the job."""
+    _fleet: VirtualFleet
+
+    def undercharged(self, times: int, delta: float) -> tuple[float, float] | None:
+        """What a device's account has and what its steps cost, of the worst that has too little.
+
+        Args:
+            times: participations that are claimed.
+            delta: of both epsilons.
+        """
+        found = []
+        for name, due in self.canaries.costs(times).items():
+            account = self._fleet.accounts.get(name)
+            charged = 0.0 if account is None else account.spent(delta)
+            if charged * ROUNDED < due:
+                found.append((charged, due))
+        return max(found, key=lambda each: each[1] - each[0], default=None)
 
     def _host(self, fleet: VirtualFleet, index: int) -> VirtualHost:
         return WatchedHost(fleet, fleet.participant(index), self.canaries)
 
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
+        self._fleet = fleet
         shard = self.shard
         fleet.shard_of = lambda index: shard
 
