@@ -329,6 +329,23 @@ def test_terms_that_cancel_add_no_more_than_the_bound(kind, length, value, monke
         assert largest_change(kind, length, value) > 1.1
 
 
+class Guard(nn.Module):
+    """Scales a whole batch down if one number in it is large."""
+
+    def forward(self, values):
+        largest = values.abs().max()
+        return torch.nan_to_num(values / largest if largest > 1000 else values)
+
+
+@pytest.mark.parametrize("kind", ["fractions", "whole numbers"])
+def test_a_guard_that_looks_at_the_batch_is_refused(kind):
+    """It is met by an outlier only, which no example of a check may be."""
+    inputs = torch.arange(24.0).view(4, 6) % 9 + (0.5 if kind == "fractions" else 0)
+    data = TensorDataset(inputs, torch.arange(4) % 3)
+    with pytest.raises(TaskError, match="changes with the other examples of its batch"):
+        ghost_sum(Table({}), nn.Sequential(Guard(), nn.Linear(6, 3)), data, 0.3)
+
+
 def dropping(task):
     """(rows, sum): gets the step's sum of some rows of a model with dropout."""
     torch.manual_seed(3)
