@@ -26,7 +26,9 @@ from isthmus.identity.approach import Approach, approach_to
 from isthmus.identity.membership import Membership, check_dialling
 from isthmus.identity.obstacles import obstacle
 from isthmus.identity.proxies import ProxyChoice, Road, RoadBlocked
+from isthmus.identity.tls import is_socket
 from isthmus.printable import in_a_line
+from isthmus.system.listeners import other_users_at
 from isthmus.transport.backoff import Backoff
 from isthmus.transport.blob_sources import Filling, NamedSource, RestingSource
 from isthmus.transport.blobs import (
@@ -115,7 +117,8 @@ class Uplink:
       * a result is kept until the server acknowledges it;
       * a stream on which the server sends nothing for a lease is closed and opened again;
       * with a membership, both ends authenticate with certificates, and the participant's is
-        renewed before it expires; without one, only a server on this machine is accepted;
+        renewed before it expires; without one, only a server on this machine is accepted, of this
+        user or root where the system says whose it is (Linux);
       * an expired certificate or a wrong clock never ends `run`;
       * what is taken from a source is verified, and what no source has is pulled on the link.
     """
@@ -431,7 +434,27 @@ class Uplink:
         A participant goes on: laptops are in other networks at times, and come back.
         """
 
+    def _check_listener(self) -> None:
+        """Refuse a port of this machine that another user has: without certificates none is safe.
+
+        Who listens there says which code this process runs.
+
+        Raises:
+            AdmissionRefused: it is another user's.
+        """
+        if self.membership is not None or is_socket(self.address):
+            return
+        port = int(self.address.rpartition(":")[2])
+        if others := other_users_at(port):
+            users = ", ".join(map(str, others))
+            raise AdmissionRefused(
+                f"a process of another user of this machine (uid {users}) listens at "
+                f"{self.address}, and would say which code {self.name!r} runs; choose another "
+                "port for `isthmus run --address`, or join a server"
+            )
+
     async def _serve_one_stream(self) -> None:
+        self._check_listener()
         async with self._channel() as channel:
             call = channel.stream_stream(METHOD)()
             stream = Stream(call, answers=True)

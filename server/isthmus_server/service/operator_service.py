@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from isthmus.errors import AdmissionRefused, IsthmusError
 from isthmus.identity import tls
 from isthmus.job import read_job
+from isthmus.transport.stream import to_the_end
 from isthmus.wire import operator_pb2
 from isthmus_server.fleet.callers import OperatorsOnly
 from isthmus_server.fleet.members import Members
@@ -66,6 +67,8 @@ class OperatorService:
         self.members = members
         self.runner = runner
         self._calls: dict[str, int] = {}
+        self._checks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held by an operator's name while a job of theirs is checked."""
 
     def methods(self) -> dict[str, grpc.RpcMethodHandler]:
         """Return the handlers by method name, as gRPC takes them."""
@@ -96,9 +99,11 @@ class OperatorService:
             raise AdmissionRefused(
                 f"a share of {share:g} is not possible; use {LEAST_SHARE:g} to {LARGEST_SHARE:g}"
             )
-        entry = self.runner.submit(
-            read_job(request.job), operator.name, request.key, share, request.project
-        )
+        job = read_job(request.job)
+        # One at a time, to its end: a privacy budget takes seconds, and all share few threads.
+        async with self._checks[operator.name]:
+            await to_the_end(self.runner.check(job))
+        entry = self.runner.submit(job, operator.name, request.key, share, request.project)
         details = {"project": entry.project} if entry.project else {}
         await self._record("submit", operator, job=entry.id, share=f"{share:g}", **details)
         return operator_pb2.SubmitReply(id=entry.id)
@@ -213,8 +218,15 @@ class OperatorService:
         Raises:
             UserError: it cannot be written; the action itself was carried out.
         """
-        await asyncio.to_thread(
-            audit.record, self.members.directory, action, by=f"operator {operator.name}", **details
+        # To its end also if the caller is gone meanwhile: the action was carried out.
+        await to_the_end(
+            asyncio.to_thread(
+                audit.record,
+                self.members.directory,
+                action,
+                by=f"operator {operator.name}",
+                **details,
+            )
         )
 
     # -- authentication ----------------------------------------------------------------------------

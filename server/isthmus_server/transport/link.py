@@ -113,7 +113,7 @@ class Link(AllTurns):
         self._blobs = BlobStore(machine=self._machine)
         self._instance = uuid.uuid4().hex[:12]
         self._ids = itertools.count(1)
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
         self._passing: Relay | None = None
         self._private = contextlib.ExitStack()
         self._streams: Counter[bytes] = Counter()
@@ -175,13 +175,14 @@ class Link(AllTurns):
         connections: int = CONNECTIONS,
     ) -> int:
         handler = grpc.stream_stream_rpc_method_handler(self._connect)
-        self._server, port = await listen(
+        server, port = await listen(
             {"isthmus.link.v1.Link": {"Connect": handler}, **services},
             address,
             credentials,
             server_options(connections, MAX_MESSAGE_BYTES, IDLE_SECONDS),
             calls=CONNECTIONS,
         )
+        self._servers.append(server)
         return port
 
     async def stop(self) -> None:
@@ -190,8 +191,7 @@ class Link(AllTurns):
             if peer.lease is not None:
                 peer.lease.cancel()
             peer.fail_pending("the server is stopping")
-        if self._server is not None:
-            await self._server.stop(grace=0.2)
+        await asyncio.gather(*(server.stop(grace=0.2) for server in self._servers))
         if self._passing is not None:
             await self._passing.stop()
         self._private.close()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 
 import grpc
 import grpc.aio
@@ -13,11 +14,13 @@ from tests.server.storage.records import failed_attempt, planned_attempt
 from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, UserError
+from isthmus.identity import tls
 from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.cli.operators import OperatorClient, jobs
 from isthmus_server.cli.server import server
 from isthmus_server.rounds.roster import ParticipantRoster
+from isthmus_server.runs.jobs import runner
 from isthmus_server.service import operator_service
 from isthmus_server.storage import audit
 from isthmus_server.storage.events import JobEnded, RoundAttemptFailed
@@ -346,3 +349,45 @@ async def test_an_operator_s_certificate_is_renewed_by_the_next_command(operated
     server = await asyncio.to_thread(OperatorClient, operated.me.directory)
     assert server.member.certificate.serial_number != before
     assert await operated.states() == {}
+
+
+async def test_a_check_that_takes_long_keeps_nobody_waiting(operated, monkeypatch):
+    """The noise of a privacy budget may take half a minute of the processor."""
+    begun = threading.Event()
+    goes_on = threading.Event()
+
+    def slow(*arguments):
+        begun.set()
+        assert goes_on.wait(50)
+
+    monkeypatch.setattr(runner, "check_job", slow)
+    submitting = asyncio.create_task(operated.submit(operated.job()))
+    try:
+        await asyncio.to_thread(begun.wait)
+        assert await operated.states() == {}
+    finally:
+        goes_on.set()
+    assert await submitting == "table-1"
+
+
+async def test_an_action_is_recorded_though_its_caller_is_gone(operated, monkeypatch):
+    record = audit.record
+    begun = threading.Event()
+    goes_on = threading.Event()
+
+    def slow(*arguments, **details):
+        begun.set()
+        assert goes_on.wait(50)
+        record(*arguments, **details)
+
+    monkeypatch.setattr(audit, "record", slow)
+    service = operator_service.OperatorService(operated.server.members, operated.runner)
+    subject = tls.Subject("operator", "me", bytes(32), "01", 0.0)
+    recording = asyncio.create_task(service._record("cancel", subject, job="table-1"))
+    await asyncio.to_thread(begun.wait)
+    recording.cancel()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await recording
+    *_, entry = audit.read(operated.server.members.directory)
+    assert (entry.action, entry.details["job"]) == ("cancel", "table-1")

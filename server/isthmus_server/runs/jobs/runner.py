@@ -237,7 +237,7 @@ class JobRunner:
             if entry.state != "running":
                 self.queue.mark(entry, "running")
             try:
-                self._check(entry.job)
+                await self.check(entry.job)
                 reason = await job.train(self.runs, self.tasks, self.observers, self.populations)
             except Exception as error:  # noqa: BLE001 - whatever it is, the next job runs
                 await self._end_or_pause(job, error, rounds)
@@ -303,21 +303,26 @@ class JobRunner:
         if not job.cancelled:
             self.queue.mark(job.entry, state, reason)
 
-    def _check(self, job: Job) -> None:
-        check_job(job, self.tasks, self.link.lease_seconds)
+    async def check(self, job: Job) -> None:
+        """Check whether a job can run on this server, in a thread: budgets may take seconds.
+
+        Raises:
+            UserError: it cannot.
+        """
+        await asyncio.to_thread(check_job, job, self.tasks, self.link.lease_seconds)
 
     # -- requests of operators ---------------------------------------------------------------------
 
     def submit(
         self, job: Job, by: str, key: str, share: float = 1.0, project: str = ""
     ) -> QueuedJob:
-        """Append a job to the queue; `share` is that of participants while others run too.
+        """Append a job that was checked to the queue.
+
+        `share` is that of participants while others run too.
 
         Raises:
-            UserError: it cannot run on this server.
             AdmissionRefused: the queue is full, or the project is not one of the operator's.
         """
-        self._check(job)
         entry = self.queue.submit(job, by, key, share, self.projects.chosen(by, project))
         self._woken.set()
         return entry

@@ -156,13 +156,18 @@ async def running_participants(
 ) -> AsyncIterator[LocalProcesses]:
     """Listen, and run the job's devices and ranks while the block lasts.
 
+    These come through a socket that only this user can reach: at the address another user could
+    listen in place of this process, and would say which code they run. It is for others.
+
     Raises:
         UserError: the server cannot listen at the address.
     """
-    with private_socket() if address is None else contextlib.nullcontext() as socket:
+    with private_socket() as socket:
         try:
-            server = await _listen(link, socket, address)
-            processes = LocalProcesses(job, server, directory, fork_server, on_failure)
+            await link.start_on_socket(socket)
+            if address is not None:
+                await link.start(*address)
+            processes = LocalProcesses(job, socket, directory, fork_server, on_failure)
             try:
                 processes.start()
                 yield processes
@@ -170,13 +175,3 @@ async def running_participants(
                 await processes.stop()
         finally:
             await link.stop()
-
-
-async def _listen(link: Link, socket: str | None, address: Address | None) -> str:
-    """Listen, and return the address for participants."""
-    if socket is not None:
-        await link.start_on_socket(socket)
-        return socket
-    assert address is not None
-    host, port = address
-    return f"{host}:{await link.start(host, port)}"

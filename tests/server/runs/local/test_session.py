@@ -5,8 +5,10 @@ import tempfile
 import pytest
 from rich.console import Console
 from tests.server.listeners import RecordingListener
+from tests.server.real_nginx import free_port
 
 from isthmus.errors import UserError
+from isthmus.identity.tls import is_socket
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
 from isthmus_server.runs.local.session import LocalRun, running_participants
@@ -20,12 +22,15 @@ def listening(make_job, tmp_path, address, link):
     )
 
 
-@pytest.mark.parametrize("address", [None, ("127.0.0.1", 0)])
-async def test_participants_connect_where_a_local_run_listens(make_job, tmp_path, address):
+@pytest.mark.parametrize("way", ["the socket", "an address"])
+async def test_participants_connect_where_a_local_run_listens(make_job, tmp_path, way):
     link, listener = Link(10.0), RecordingListener()
     link.listeners.attach(listener)
-    async with listening(make_job, tmp_path, address, link) as processes:
-        uplink = Uplink(processes.address, "a", link_pb2.CLIENT, None)
+    port = free_port()
+    async with listening(make_job, tmp_path, ("127.0.0.1", port), link) as processes:
+        assert is_socket(processes.address)  # for its own processes, whose code it decides
+        address = processes.address if way == "the socket" else f"127.0.0.1:{port}"
+        uplink = Uplink(address, "a", link_pb2.CLIENT, None)
         connecting = asyncio.create_task(uplink.run())
         await listener.event.wait()
         connecting.cancel()
