@@ -226,8 +226,9 @@ class ExampleGradients:
             inputs, target = pair_of(self._task, group.batch_of(rows))
             swapped = {place: parameters[name] for place, name in places.items()}
             with _WithoutAssignedData():
-                output = functional_call(self._called, swapped, (inputs,), tie_weights=False)
-                mean = losses_of(self._task, output, target).mean()
+                output, mean = functional_call(
+                    self._called, swapped, (inputs, target), tie_weights=False
+                )
             outputs = [each.detach() for each in tensors_of(output)] if with_outputs else []
             return mean, (mean.detach(), outputs)
 
@@ -272,9 +273,7 @@ def clipped_sum(parts: list[torch.Tensor], clip: float) -> torch.Tensor:
     Returns:
         The sum (N, float64) of B vectors, of which those that are not finite are left out.
     """
-    norms = [
-        torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=torch.float64) for each in parts
-    ]
+    norms = [torch.linalg.vector_norm(_rows(each), dim=1, dtype=torch.float64) for each in parts]
     norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     factor = (clip * _ROUNDING / norm.clamp(min=1e-300)).clamp(max=1.0)
     finite = norm.isfinite()
@@ -282,7 +281,12 @@ def clipped_sum(parts: list[torch.Tensor], clip: float) -> torch.Tensor:
         factor = torch.where(finite, factor, 0.0)
         for each in parts:
             each[~finite] = 0
-    return torch.cat([_weighted_sum(factor, each.flatten(1)) for each in parts])
+    return torch.cat([_weighted_sum(factor, _rows(each)) for each in parts])
+
+
+def _rows(vectors: torch.Tensor) -> torch.Tensor:
+    """Vectors (B, ...) as (B, N), also those of a parameter without dimensions."""
+    return vectors.flatten(1) if vectors.ndim > 1 else vectors.unsqueeze(1)
 
 
 def _weighted_sum(factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -310,15 +314,16 @@ def _places(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[st
 
 
 class _CalledWithInputs(nn.Module):
-    """A model together with its task's forward()."""
+    """A model together with its task's forward() and loss(), which may use its parameters."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
         self.task = task
         self.model = model
 
-    def forward(self, inputs: Any) -> Any:
-        return self.task.forward(self.model, inputs)
+    def forward(self, inputs: Any, target: Any) -> tuple[Any, torch.Tensor]:
+        output = self.task.forward(self.model, inputs)
+        return output, losses_of(self.task, output, target).mean()
 
 
 class _WithoutAssignedData(TorchFunctionMode):

@@ -101,6 +101,47 @@ def test_a_gradient_that_is_not_finite_adds_nothing():
     assert clipped_sum(parts, 10.0).tolist() == [1.0, 2.0]
 
 
+class Scaled(nn.Module):
+    """Has a parameter without dimensions, and one that only the loss uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.temperature = nn.Parameter(torch.full((1,), 0.7))
+
+    def forward(self, inputs):
+        return self.head(inputs) * self.scale.exp()
+
+
+class Tempered(Table):
+    """Its loss has a learned temperature, and decays the weights."""
+
+    def model(self):
+        self.net = Scaled()
+        return self.net
+
+    def loss(self, output, target):
+        decay = 0.5 * self.net.head.weight.square().sum()
+        return super().loss(output / self.net.temperature, target) + decay
+
+
+@pytest.mark.parametrize("clip", [0.5, 1e6])
+def test_parameters_without_dimensions_and_those_of_the_loss_are_trained(clip):
+    task = Tempered({})
+    torch.manual_seed(1)
+    model = task.model()
+    data = task.rows(9, seed=3)
+    expected = one_by_one(task, model, data, clip)
+    gradients = ExampleGradients(task, model, clip, 8)
+    source = SampledExamples(task, data, range(9), 1.0, torch.device("cpu"))
+    found = gradients.step_sum(source.read(range(9)), torch.device("cpu")).float()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    scale, temperature = torch.split(found, [1, 1, 18, 3])[:2]  # a module's own come first
+    assert abs(float(scale)) > 1e-3
+    assert abs(float(temperature)) > 1e-3
+
+
 class Dropping(Table):
     """Its model has dropout."""
 

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from isthmus.errors import TaskError
 from isthmus_datacenter.training.private.outer_products import (
     OuterProducts,
+    rows_of,
     slices,
     squared,
     squared_norms,
@@ -249,7 +250,7 @@ class _Layer:
             return {name: weight if name == "weight" else gradient.sum(1) for name in self.trained}
         assert isinstance(module, nn.Embedding)
         gradient = gradient.flatten(1, -2) if gradient.ndim > 2 else gradient.unsqueeze(1)
-        rows = given.flatten(1) if given.ndim > 1 else given.unsqueeze(1)
+        rows = rows_of(given)
         if module.padding_idx is not None:  # its row is not trained
             gradient = gradient.masked_fill((rows == module.padding_idx).unsqueeze(-1), 0)
         shape = torch.Size((module.num_embeddings, module.embedding_dim))
@@ -281,7 +282,7 @@ class _Layer:
             kernel = getattr(module, "kernel_size", ())
             uses = math.prod(kernel) if isinstance(kernel, tuple) else 1
             length += math.sqrt(uses) * _norm(given)
-        largest = gradient.abs().flatten(1).amax(1).double()
+        largest = rows_of(gradient).abs().amax(1).double()
         return _Sizes(
             dict.fromkeys(self.trained, length * _norm(gradient)),
             dict.fromkeys(self.trained, length * math.sqrt(positions)),
@@ -492,7 +493,7 @@ def refused(name: str, module: nn.Module, why: str) -> TaskError:
 
 def _norm(rows: torch.Tensor) -> torch.Tensor:
     """Norms (B, float64) of tensors (B, ...)."""
-    norms: torch.Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows_of(rows), dim=1, dtype=torch.float64)
     return norms
 
 
