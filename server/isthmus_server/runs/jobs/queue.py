@@ -225,7 +225,13 @@ class JobQueue:
         self._write_head()
 
     def resume(self, entry: QueuedJob) -> None:
-        """Have a paused or failed job tried as soon as it is its turn."""
+        """Have a paused or failed job tried as soon as it is its turn.
+
+        Raises:
+            AdmissionRefused: it has failed, and there is no place for it, see `submit`.
+        """
+        if entry.state in ENDED:
+            self._check_room(entry.project)
         self._db.execute(
             "UPDATE jobs SET state='paused', next_try=0 WHERE number=?", (entry.number,)
         )

@@ -54,3 +54,19 @@ def test_a_place_is_free_again_when_a_job_is_cancelled(make_job, tmp_path):
             queue.submit(job, "ada", "50", project="one")
         queue.mark(first, "cancelled")
         queue.submit(job, "ada", "50", project="one")
+
+
+def test_a_failed_job_that_is_resumed_needs_a_place(make_job, tmp_path):
+    job = make_job()
+    with contextlib.closing(JobQueue(tmp_path)) as queue:
+        failed = queue.submit(job, "ada", "failed", project="first")
+        queue.mark(failed, "failed")
+        paused = queue.pause(queue.submit(job, "ada", "0", project="first"), "", progressed=False)
+        for number in range(1, 50):
+            queue.submit(job, "ada", str(number), project="first")
+        with pytest.raises(AdmissionRefused, match="50 jobs of the project 'first' are queued"):
+            queue.resume(queue.get(failed.id))
+        queue.resume(queue.get(paused.id))  # which has its place
+        queue.mark(paused, "cancelled")
+        queue.resume(queue.get(failed.id))
+        assert queue.get(failed.id).state == "paused"
