@@ -5,7 +5,9 @@ Shape legend: N = float32 elements of the exchange set.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
 import logging
 import math
 import time
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from isthmus.errors import JobError, TaskError
+from isthmus.errors import JobError, TaskError, TaskInterrupted, UserError
 from isthmus.job import Job, read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
@@ -28,6 +30,7 @@ from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers
 from isthmus.task.scoring import Averages, build_same_model, build_small_model
 from isthmus.task.scoring.frozen_form import FrozenForm, LossDifference
+from isthmus.task.scoring.host_generators import seeded
 from isthmus.task.scoring.recomputation import recompute_blocks
 from isthmus.tensors.division import Division
 from isthmus.tensors.exchange_set import TensorLayout
@@ -76,7 +79,7 @@ def _build(
 
 def _check_wanted(stopped: Callable[[], bool]) -> None:
     if stopped():
-        raise TaskError("the server no longer wants the update of this round")
+        raise TaskInterrupted("the server no longer wants the update of this round")
 
 
 class DeviceRun:
@@ -152,9 +155,10 @@ class DeviceRun:
 
     def _open_data(self, *, checked: bool) -> None:
         device = self._arithmetic.device
-        self.data = LocalData(
-            self.task, self.participant, self.job, device, withheld=self._withheld
-        )
+        with self._own_numbers():
+            self.data = LocalData(
+                self.task, self.participant, self.job, device, withheld=self._withheld
+            )
         self.dataset = self.data.dataset
         self.examples = self.data.examples
         self._private: PrivateSteps | None = None
@@ -164,7 +168,13 @@ class DeviceRun:
         if self.job.federated.privacy is not None:
             try:
                 self._private = PrivateSteps(
-                    self.task, self.model, self.data, self.job, device, checked=checked
+                    self.task,
+                    self.model,
+                    self.data,
+                    self.job,
+                    device,
+                    checked=checked,
+                    withheld=self._withheld,
                 )
             except JobError as error:
                 if not self._withheld:
@@ -199,6 +209,15 @@ class DeviceRun:
         """Layout of what stays on the device between rounds; empty for nothing."""
         controlled = self.job.federated.control_variates is not None
         return self.layout if controlled else self.personal
+
+    def _own_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the task's code draws the same random numbers each time on this device.
+
+        So it splits its data in the same way when the run is opened again, which a server can ask
+        of one device, and a model that draws in evaluation has the same score.
+        """
+        seed = hashlib.sha256(f"isthmus/data/{self.participant.name}".encode()).digest()
+        return seeded(int.from_bytes(seed[:4], "little"))
 
     def seed_of(self, round_: int) -> bytes:
         """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
@@ -316,14 +335,16 @@ class DeviceRun:
 
     def _measure_form(
         self, round_: int, start: torch.Tensor, personal: Buffer | None
-    ) -> TaskError | None:
+    ) -> UserError | None:
         """Compare the loss of the first batch of training with that in float32, once for a run.
 
         It is of the loaded model, which is loaded again afterwards: a pass may change buffers.
 
         Returns:
             Why the result may not be used, if that is only said when there is one: the time until
-            the reply to a secure sum must not tell.
+            the reply to a secure sum must not tell. None where the server is on another machine:
+            whether a device gave zeros would follow from the model that it was asked about first,
+            and from a tolerance that the server chooses.
 
         Raises:
             TaskError: nothing may be computed, or the model cannot be in this form.
@@ -331,9 +352,37 @@ class DeviceRun:
         form = self._form
         if form is None:
             return None
+        found = None
+        try:
+            found = self._difference_of(form, round_)
+            if found is None:  # no steps
+                return None
+            self.difference = found
+            found.check(self.job.federated.frozen_tolerance)
+        except (TaskError, JobError) as error:
+            if self._withheld:
+                log.warning("%s; this device takes part nevertheless", error)
+            elif found is not None and self.job.federated.secure_aggregation:
+                return error
+            else:
+                raise
+        finally:
+            self._load(start, personal)
+        self._form = None
+        return None
+
+    def _difference_of(self, form: FrozenForm, round_: int) -> LossDifference | None:
+        """What the type of frozen parameters changes in the loss of a round's first batch.
+
+        None without one.
+
+        Raises:
+            TaskError: the loss cannot be computed.
+            JobError: the files of the model cannot be read, or have changed.
+        """
         seed = self.seed_of(round_)
         parts = next(iter(self.data.first_pass(seed, round_)), None)
-        if parts is None:  # no steps
+        if parts is None:
             return None
         part = next(iter(parts))
 
@@ -342,24 +391,16 @@ class DeviceRun:
             return self._gradient.loss_of(self.model, part)
 
         with torch.random.fork_rng(devices=[]):
-            self.difference = form.difference(self.model, loss)
-        self._load(start, personal)
+            found = form.difference(self.model, loss)
         log.info(
             "the frozen parameters are in %s: the loss of the first batch is %.6g, and %.6g in "
             "float32, a difference of %.3f %%",
             self.job.federated.frozen_dtype,
-            self.difference.small,
-            self.difference.full,
-            100 * self.difference.share,
+            found.small,
+            found.full,
+            100 * found.share,
         )
-        try:
-            self.difference.check(self.job.federated.frozen_tolerance)
-        except TaskError as error:
-            if not self.job.federated.secure_aggregation:
-                raise
-            return error
-        self._form = None
-        return None
+        return found
 
     def _load(self, vector: torch.Tensor, personal: Buffer | None) -> None:
         """Load the exchange set (N) and a personal state, and the buffers as they were built."""
@@ -495,9 +536,10 @@ class DeviceRun:
         first = self.layout.decode(models[0])
         self._load(first, personal)
         too_different = self._measure_form(0, first, personal)
-        scores = score_each(
-            self.task, self.model, self.layout, self.dataset, size, models, candidates
-        )
+        with self._own_numbers():
+            scores = score_each(
+                self.task, self.model, self.layout, self.dataset, size, models, candidates
+            )
         self._structure.check(self.model)
         if too_different is not None:
             raise too_different
@@ -516,9 +558,10 @@ class DeviceRun:
         """
         check_measured(self.job, "counts of an evaluation")
         if self.job.statistics.collect:
-            return link_pb2.Counted(counts=self.data.statistics(self.participant))
+            with self._own_numbers():
+                return link_pb2.Counted(counts=self.data.statistics(self.participant))
         if self._validation is None:
-            with user_code("validation_data()"):
+            with self._own_numbers(), user_code("validation_data()"):
                 self._validation = self.task.validation_data(self.participant)
         if self._validation is None:
             raise TaskError(f"validation_data() of {self.participant.name} returned None")
@@ -527,7 +570,8 @@ class DeviceRun:
         too_different = self._measure_form(round_, start, personal)
         self._fine_tune(round_, start)
         vector = evaluation_vector(self.job, self.task)
-        counts = vector.measure(self.model, self._validation, self.job.evaluation.batch_size)
+        with self._own_numbers():
+            counts = vector.measure(self.model, self._validation, self.job.evaluation.batch_size)
         self._structure.check(self.model)
         if too_different is not None:
             raise too_different

@@ -36,6 +36,7 @@ import isthmus_privacy.secagg.ranges as ranges
 from isthmus.errors import UpdateError
 from isthmus.job.schema import Job, read_job
 from isthmus.task import Participant
+from isthmus.task.scoring.frozen_form import LossDifference
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import position_of
@@ -44,6 +45,7 @@ from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.residuals import Residuals
 from isthmus_clients.training.example_order import local_seed
+from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_clients.training.history_log import _decode, _encode
 from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_clients.training.secure import Credentials, encode_repeatably
@@ -53,6 +55,8 @@ from isthmus_privacy.secagg.identity import Directory, Enrolment
 
 LAYOUT = TensorLayout.from_shapes({"weight": (4,)})
 PERSONAL = TensorLayout.from_shapes({"head": (2,)})
+FIRST_VALUE = 1.0
+"""The elements of the first of a server's models."""
 _UNIT = 2.0**-20
 """The third element of an update: what the update was multiplied by since it was trained."""
 
@@ -156,6 +160,29 @@ class TracedRun:
         self.layout = LAYOUT
         self.personal = TensorLayout.from_header(work.personal) if work.personal else NOTHING
         self.examples = _world.examples[self.name]
+        frozen = self.job.federated.frozen_dtype != "float32"
+        self._form: Any = object() if frozen else None
+        self._withheld = tasks is not None
+        self.difference: LossDifference | None = None
+        self._loaded = 0.0
+
+    _measure_form = local_run.DeviceRun._measure_form
+
+    def _difference_of(self, form: object, round_: int) -> LossDifference:
+        """The first model does not show what the type of a base changes; others do, on some."""
+        shows = self._loaded != FIRST_VALUE and _world.matters("frozen base", self.name)
+        return LossDifference(2.0 if shows else 1.0, 1.0)
+
+    def _load(self, start: object, personal: object) -> None:
+        """Nothing has changed it."""
+
+    def _check_form(self, payload: Buffer) -> None:
+        """What `DeviceRun` does before its first work, which it fails by."""
+        model = LAYOUT.decode(memoryview(payload)[: LAYOUT.nbytes])
+        self._loaded = float(model[0])
+        error = self._measure_form(0, model, None)  # type: ignore[misc]
+        if error is not None:
+            raise error
 
     @property
     def kept(self) -> TensorLayout:
@@ -183,6 +210,7 @@ class TracedRun:
         result: Buffer | None = None,
         personal: Buffer | None = None,
     ) -> link_pb2.Trained:
+        self._check_form(payload)
         federated = self.job.federated
         batch = self._batch()
         draws = _world.stochastic or batch < self.examples or self.job.exchange.low_rank is not None
@@ -229,6 +257,7 @@ class TracedRun:
     def score(
         self, payload: Buffer, candidates: Iterable[Iterable[int]], personal: Buffer | None = None
     ) -> list[float]:
+        self._check_form(payload)
         view = memoryview(payload)
         parts = [view[at : at + LAYOUT.nbytes] for at in range(0, len(view), LAYOUT.nbytes)]
         state = b"" if personal is None else bytes(personal)
@@ -245,6 +274,7 @@ class TracedRun:
         if self.job.statistics.collect:
             used: Hashable = (self.code, self._used(["task."]))
         else:
+            self._check_form(payload)
             tuned = self.job.federated.fine_tune_steps > 0
             state = b"" if personal is None else bytes(personal)
             model = _world.known_model(bytes(payload), self.name)
@@ -316,7 +346,7 @@ class Given:
         Elements that say the same of all devices are one.
         """
         config = self.config
-        if not self.examples:
+        if not self.examples or self._is_zero():
             return {}
         if self.origin is not None:
             return {"counts": (self.origin, Fraction(1))}
@@ -345,6 +375,11 @@ class Given:
             few = self.examples <= config.weight_max
             elements["weight"] = (("examples",), Fraction(1)) if few else None
         return elements
+
+    def _is_zero(self) -> bool:
+        """Whether it is that of a device without a usable vector, where no figure says so."""
+        values = self.values if self.origin is None else self.origin[1:]  # type: ignore[index]
+        return not any(values)
 
     def _comparisons(self, device: str) -> dict[str, tuple[Hashable, Fraction] | None]:
         """With few levels and a rounding that the server knows: a comparison for each element.
@@ -486,6 +521,7 @@ class Device:
         self._group = group
         self._states = PersonalStates(tasks.parent / "states" / str(next(_devices)))
         self._residuals = Residuals(None)
+        self._account = ExamplesAccount(None)
         self._disk: list[Entry] = []
         """Entries of the history's log."""
         self._killed_at: tuple[int, bool] | None = None
@@ -503,6 +539,7 @@ class Device:
             tasks=self._tasks,
             group=self._group,
             states=self._states,
+            account=self._account,
         )
         credentials = copy.copy(_template(self.name))
         entries = [_decode(_encode(entry)) for entry in essential(self._disk)]
