@@ -160,10 +160,11 @@ class Charges:
         Raises:
             Violation: they were not.
         """
+        asked = frozenset(invited)
         found = [
             charge
             for charge in self._of_round.get((round_, attempt), [])
-            if charge.devices == frozenset(invited)
+            if charge.devices == asked
         ]
         own = [charge for charge in found if charge.run == self.run_id]
         # A branch has the rounds and the charges of the run that it began with, before its own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from io import BufferedReader, BytesIO
 from typing import Any, BinaryIO
@@ -33,9 +34,17 @@ _DEFAULTS: dict[tuple[str, ...], object] = {
     ("privacy", "noise"): None,
     ("privacy", "participations"): None,
     ("privacy", "population"): "devices",
+    ("exchange", "buffers"): "average",
+    ("strategy", "policy"): "alternate",
+    ("strategy", "served_average"): 0.0,
+    ("evaluation", "keep_best"): None,
+    ("evaluation", "keep_best", "min_change"): 0.0,
+    ("evaluation", "deliver"): "last",
 }
 """Defaults of the values of a job on which checks depend."""
-_REQUIRED_TABLES = ("federated", "datacenter", "prices")
+_REQUIRED_TABLES = {
+    (name,) for name in ("federated", "datacenter", "prices", "exchange", "strategy", "evaluation")
+}
 """Tables that each job has, also one that devices have opened without."""
 _PHASES = {"run": 0, "charge": 1, "sum": 2, "plan": 3, "round": 3, "failed": 3, "end": 4}
 """Kinds of entries, and in which part of a transcript they are."""
@@ -193,8 +202,10 @@ class _Pass:
             for part in key:
                 given = _part(given, part)
                 found = _part(found, part)
-            table = _part(opened, key[0]) if len(key) > 1 else opened
-            within = key[0] in _REQUIRED_TABLES or table is not None
+            table: object = opened
+            for part in key[:-1]:
+                table = _part(table, part)
+            within = key[:-1] in _REQUIRED_TABLES or table is not None
             if given is None and within and canonical(found) != canonical(default):
                 raise Violation(
                     f"{shown('.'.join(key))} is {shown(found)} in the job of the run, and devices "
@@ -216,7 +227,7 @@ class _Pass:
         if final is not None:
             if self._status != "finished":
                 raise Violation(f"a run that is {shown(self._status)} has no final model")
-            self._final = self._rounds.final(final)
+            self._final = self._rounds.models.final(final)
 
     def verdict(self, model: BufferedReader | BytesIO | None) -> Verdict:
         """The outcome, if nothing was found that does not hold."""
@@ -268,8 +279,8 @@ class _Pass:
             yield (
                 f"In {rounds.signed_rounds} of {rounds.secure_rounds} rounds with secure sums, the "
                 "accepted devices are exactly those of the signed sums; in "
-                f"{rounds.signed_starts} of them the devices have signed the last committed "
-                "model as the one that they start from."
+                f"{rounds.signed_starts} of them the devices have signed the model of the last "
+                "commit, or one that the run has kept, as the one that they start from."
             )
         if self._charges.count:
             yield f"The privacy ledger of {self._charges.count} lines is one chain."
@@ -277,7 +288,12 @@ class _Pass:
             yield "Each round that asked devices was charged for just these."
         if self._epsilon_known:
             yield "No device was asked for more than the epsilon of the job, computed here again."
-        if self._final and rounds.final_is_known:
+        if self._final and rounds.models.final_is_best:
+            yield (
+                "The final model is the best of those that were evaluated, by what the records "
+                f"say of them: {self._final}."
+            )
+        elif self._final and rounds.models.final_is_known:
             yield f"The final model is the last committed one: {self._final}."
         if with_model:
             yield "The given file is the final model of this run."
@@ -303,9 +319,14 @@ class _Pass:
             )
         if missing := rounds.secure_rounds - rounds.signed_rounds:
             yield f"Which devices were in {missing} secure rounds: their signed sums were not kept."
+        if rounds.unknown_starts:
+            yield (
+                f"From which model the devices of {rounds.unknown_starts} rounds started: only a "
+                "datacenter had it, it is a mean of several, or a gradient follows it in a buffer."
+            )
         if self._status != "finished":
             yield f"How the run ends: it is {shown(self._status)}."
-        elif self._final and not rounds.final_is_known:
+        elif self._final and not rounds.models.final_is_known:
             yield "Whether a datacenter handed over the model that it had trained last."
         if self._job.has("privacy") and not self._epsilon_known:
             yield (
@@ -336,8 +357,8 @@ def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = min(key for key in keys if keys.count(key) > 1)
+        times = Counter(key for key, _ in pairs)
+        twice = min(key for key, count in times.items() if count > 1)
         raise Violation(f"the job that devices have opened has {shown(twice)} twice")
     return found
 

@@ -299,8 +299,9 @@ def read_signatures(data: bytes, where: str) -> dict[int, bytes]:
 def read_purpose(data: bytes, where: str) -> tuple[bytes, dict[int, str], str]:
     """The SHA-256 of the job that devices had opened, the start models of a full buffer, the group.
 
-    The models by the round that asked for the updates; none for a sum of one round's updates. The
-    group is the one that is summed, empty for any devices.
+    The models by the round that asked for the updates, empty for one that a gradient follows, with
+    which it has one digest; none for a sum of one round's updates. The group is the one that is
+    summed, empty for any devices.
     """
     reader = Reader(data, where)
     buffered = data.startswith(tagged("buffered-purpose"))
@@ -312,8 +313,9 @@ def read_purpose(data: bytes, where: str) -> tuple[bytes, dict[int, str], str]:
     if buffered:
         for _ in range(reader.length(MAX_STARTS)):
             round_ = reader.number()
-            starts[round_] = reader.take(32).hex()
-            reader.take(1 + 3 * 8)  # whether a gradient follows, and the position in schedules
+            model = reader.take(32).hex()
+            starts[round_] = "" if reader.flag() else model
+            reader.take(3 * 8)  # the position in schedules
         reader.end()
         return job, starts, ""
     reader.take(32 + 8)  # the gradient that follows the model, and the scale of the devices' own

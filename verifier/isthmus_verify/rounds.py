@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Sequence, Set
 
-from isthmus_verify.chain import canonical
 from isthmus_verify.charges import TOLERANCE, Charge, Charges
 from isthmus_verify.fields import Fields
 from isthmus_verify.messages import random_group
+from isthmus_verify.models import BestModel, Models, Start
 from isthmus_verify.sums import SignedSum, SignedSums
 from isthmus_verify.violation import Violation, shown
 
-CURRENT = "current"
-SERVED = "served"
 _STATUSES = ("accepted", "rejected", "dropped")
 _RECEIPT = (
     "bytes_in",
@@ -76,6 +73,14 @@ _FAILED = (*_ATTEMPT, "error", "given_up")
 MIN_GROUPS = 3
 """Fewest random groups of a round."""
 _REGIMES = ("federated", "datacenter", "hybrid")
+_REGIMES_OF_POLICIES = {
+    "federated": ("federated",),
+    "datacenter": ("datacenter",),
+    "alternate": ("federated", "datacenter"),
+    # A datacenter changes the model first, where no cohort of devices may be summed.
+    "hybrid": ("hybrid", "datacenter"),
+}
+"""Regimes of the policies that leave no other one; of all others any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +103,17 @@ class JobFacts:
     """Fewest devices in the sum of a random group; 0 without robust sums."""
     robust_groups: int
     """Most random groups of a round; 0 without robust sums."""
+    policy: str
+    averages: bool
+    """Whether the served model is an average of the rounds' models."""
+    best: BestModel | None
+    """Which model is the best; None if none is kept."""
 
     @classmethod
     def of(cls, job: Fields) -> JobFacts:
         """Read them."""
         federated = job.table("federated")
+        strategy = job.table("strategy")
         privacy = job.table("privacy") if job.has("privacy") else None
         return cls(
             secure=federated.flag("secure_aggregation"),
@@ -114,6 +125,9 @@ class JobFacts:
             recomputes=job.table("exchange").text("buffers") == "recompute",
             robust_minimum=federated.count("robust_minimum") if federated.has("robust") else 0,
             robust_groups=federated.count("robust_groups") if federated.has("robust") else 0,
+            policy=strategy.text("policy"),
+            averages=strategy.number("served_average") > 0,
+            best=BestModel.of(job.table("evaluation")),
         )
 
 
@@ -126,14 +140,26 @@ class Plan:
     invited: frozenset[str]
     datacenters: frozenset[str]
     draw: int
-    start: str
-    """SHA-256 of the model that it begins with; empty if the server did not have it."""
+    start: Start
+    """The model that it begins with."""
     regime: str
     reason: str
     measures: bool
     """Whether datacenters that do not train in it may give a gradient."""
     by_group: bool
     """Whether there may be a sum for each group of devices."""
+    keep: dict[str, str]
+    """Models that it keeps, by name; empty for what it keeps no more."""
+
+    @property
+    def where(self) -> str:
+        """The attempt in words, for sentences."""
+        return f"round {self.round} attempt {self.attempt}"
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether its model can be in one datacenter alone."""
+        return self.regime == "datacenter" and len(self.datacenters) == 1
 
 
 class Rounds:
@@ -144,32 +170,30 @@ class Rounds:
         self._sums = sums
         self._charges = charges
         self._plan: Plan | None = None
+        """The last plan, until its outcome."""
         self._planned: set[tuple[int, int]] = set()
         self._attempt = 0
         """Last attempt at the next round."""
         self.committed = 0
         """Last committed round."""
-        self.models: dict[str, str] = {}
-        """Digests of the models that the last commit has, by name."""
-        self._in_datacenter = False
+        self.models = Models(job.best, averages=job.averages)
+        self._starts: dict[int, set[Start]] = {}
+        """What the attempts at each round start from."""
+        self._asked: set[str] = set()
+        """Devices of all plans so far."""
         self._groups: dict[str, str] = {}
         """Groups of the devices of the attempt that is checked, by device, as its receipts say."""
         self._charged: list[Charge] = []
         """Charges of the attempt that is checked."""
-        self._initial = ""
-        """Digest of the model that the run began with, as soon as it is known."""
+        self._known_start = True
+        """Whether it is known which models the devices start from that have signed its sums."""
         self.counts = Counter[str]()
         self.receipts = 0
         self.secure_rounds = 0
         self.signed_rounds = 0
         self.signed_starts = 0
-        self.served: dict[int, str] = {}
-        """Digest of the served model by committed round."""
-        self._metrics: dict[int, dict[str, Any]] = {}
-        """Figures of the evaluation by committed round; empty for one that was not evaluated."""
-        self._best: dict[int, str] = {}
-        self._current: dict[int, str] = {}
-        """Digest of the current model by committed round, where the server has it."""
+        self.unknown_starts = 0
+        """Rounds with signed sums of which the run's commits do not tell the start model."""
 
     # -- plans ---------------------------------------------------------------------------------
 
@@ -180,6 +204,7 @@ class Rounds:
             Violation: it does not follow the last commit.
         """
         content.only("attempt", "datacenters", "decision", "draw", "invited", "round", "start")
+        self._check_cut_short()
         round_ = content.count("round")
         attempt = content.count("attempt")
         where = f"the plan of round {round_} attempt {attempt}"
@@ -189,8 +214,6 @@ class Rounds:
             raise Violation(f"{where} follows attempt {self._attempt} at this round")
         self._attempt = attempt
         start = content.table("start")
-        start.only("name", "sha256")
-        digest = start.digest("sha256") if start.has("sha256") else ""
         if content.count("draw") and not self._job.secure:
             raise Violation(f"{where} has a draw, and its devices were not drawn")
         answer = content.table("decision").table("answer")
@@ -199,7 +222,13 @@ class Rounds:
                 f"{where} starts from {shown(start.text('name'))}, and was decided to start from "
                 f"{shown(answer.text('start'))}"
             )
-        self._check_start(start.text("name"), digest, where)
+        regime = answer.text("regime")
+        if regime not in _REGIMES_OF_POLICIES.get(self._job.policy, _REGIMES):
+            raise Violation(
+                f"{where} has the regime {shown(regime)}, which the policy "
+                f"{shown(self._job.policy)} never has"
+            )
+        keep = answer.table("keep")
         self._planned.add((round_, attempt))
         self._plan = Plan(
             round=round_,
@@ -207,24 +236,27 @@ class Rounds:
             invited=frozenset(content.texts("invited")),
             datacenters=frozenset(content.texts("datacenters")),
             draw=content.count("draw"),
-            start=digest,
-            regime=answer.text("regime"),
+            start=self.models.check_start(start, where),
+            regime=regime,
             reason=answer.text("reason"),
             measures=answer.flag("measure_gradients"),
             by_group=answer.flag("by_group"),
+            keep={name: keep.text(name) for name in keep.values},
         )
+        self._starts.setdefault(round_, set()).add(self._plan.start)
+        self._asked |= self._plan.invited
         self.counts["plan"] += 1
 
-    def _check_start(self, name: str, digest: str, where: str) -> None:
-        """Check that a round begins with the last committed model, or one that the run has kept."""
-        known = self.models.get(name, "")
-        if name == CURRENT and self._in_datacenter:
-            known = ""  # only the datacenter has it
-        if digest != known:
-            raise Violation(
-                f"{where} starts from the model {shown(name)} with the digest "
-                f"{digest or 'none'}, and the last commit has {known or 'none'}"
-            )
+    def _check_cut_short(self) -> None:
+        """Check the last plan if it has no outcome, as when the server was killed.
+
+        Its devices may have signed a sum, and have spent what that costs.
+        """
+        if self._plan is None:
+            return
+        self._groups = {}
+        self._check_asked(self._plan, set())
+        self._plan = None
 
     # -- outcomes ------------------------------------------------------------------------------
 
@@ -247,28 +279,10 @@ class Rounds:
         content.only("ledger_head", "model_in_datacenter", "models", "optimizer", "record")
         record = content.table("record")
         plan = self._record(record, committed=True)
-        where = f"round {plan.round}"
-        models = content.digests("models")
         if content.has("optimizer"):
             content.digest("optimizer")
-        self._check_ledger(plan, record, content.text("ledger_head"), where)
-        self._in_datacenter = content.flag("model_in_datacenter")
-        served = models.get(SERVED, models.get(CURRENT, ""))
-        stated = record.digest("model_sha256") if record.has("model_sha256") else ""
-        if self._in_datacenter:
-            if stated:
-                raise Violation(f"{where} names a model that is only in the datacenter")
-        elif not served or served != stated:
-            raise Violation(
-                f"the record of {where} names the model {stated or 'none'}, and its commit "
-                f"{served or 'none'}"
-            )
-        self.models = models
-        self.served[plan.round] = stated
-        self._metrics[plan.round] = record.table("metrics").values
-        self._best[plan.round] = models.get("best", "")
-        if not self._in_datacenter:
-            self._current[plan.round] = models.get(CURRENT, "")
+        self._check_ledger(plan, record, content.text("ledger_head"), f"round {plan.round}")
+        self.models.commit(content, plan.keep, may_stay=plan.may_stay)
         self.committed = plan.round
         self._attempt = 0
         self._plan = None
@@ -293,6 +307,8 @@ class Rounds:
             )
         self._groups = {}
         accepted, sent, started = self._check_receipts(record, plan, where, committed=committed)
+        if committed:
+            self._check_sides(plan, accepted, where)
         self._check_cost(record, plan, where, committed=committed)
         for key in ("started_at", "seconds", "elapsed"):
             record.number(key)
@@ -300,24 +316,58 @@ class Rounds:
             raise Violation(
                 f"{where} states epsilon {shown(record.get('epsilon'))}, which no such job has"
             )
-        self._charged = []
-        if self._job.privacy is not None and started:
-            self._charged = self._charges.check_round(
-                round_,
-                attempt,
-                invited=plan.invited,
-                answered=sent,
-                privacy=self._job.privacy,
-                where=where,
-            )
-        sums = self._sums.of_round.get((round_, attempt), [])
+        sums = self._check_asked(plan, sent)
         for each in sums:
-            self._check_sum(each, plan, where)
+            if missing := each.devices - started:
+                raise Violation(
+                    f"{shown(min(missing))} is in a signed sum of {where}, of which no receipt "
+                    "says that it has begun"
+                )
         if committed:
-            self._check_sums(sums, plan, accepted, regime, where)
+            self._check_sums(sums, plan, accepted, where)
             if self._job.robust_minimum and accepted:
                 self._check_left_out(record, where)
         return plan
+
+    def _check_asked(self, plan: Plan, sent: Set[str]) -> list[SignedSum]:
+        """Check what the devices of an attempt have signed, and that they were charged for it.
+
+        Args:
+            plan: of the attempt.
+            sent: devices whose receipts say that they have sent a result.
+
+        Returns:
+            The sums that they have signed.
+        """
+        sums = self._sums.of_round.get((plan.round, plan.attempt), [])
+        self._charged = []
+        self._known_start = True
+        if self._job.privacy is not None and plan.invited:
+            self._charged = self._charges.check_round(
+                plan.round,
+                plan.attempt,
+                invited=plan.invited,
+                answered=frozenset(sent).union(*(each.devices for each in sums)),
+                privacy=self._job.privacy,
+                where=plan.where,
+            )
+        for each in sums:
+            self._check_sum(each, plan)
+        return sums
+
+    def _check_sides(self, plan: Plan, accepted: Set[str], where: str) -> None:
+        """Check that a committed round has the devices and the datacenters of its regime."""
+        if plan.datacenters and plan.regime == "federated":
+            raise Violation(f"{where} is federated, and its plan asked a datacenter")
+        if not plan.datacenters and plan.regime != "federated":
+            raise Violation(f"{where} is {shown(plan.regime)}, and its plan asked no datacenter")
+        if (plan.invited or accepted) and plan.regime == "datacenter":
+            raise Violation(f"{where} is a datacenter's, and has devices")
+        least = 0 if plan.regime == "datacenter" else max(1, self._job.quorum)
+        if len(accepted) < least:
+            raise Violation(
+                f"{where} has accepted {len(accepted)} devices, and needs at least {least}"
+            )
 
     def _check_ledger(self, plan: Plan, record: Fields, head: str, where: str) -> None:
         """Check what a commit remembers of the ledger, and the epsilon that its record states."""
@@ -350,11 +400,10 @@ class Rounds:
             if (name, regime) in seen:
                 raise Violation(f"{where} has two receipts of {shown(name)}")
             seen.add((name, regime))
-            asked = plan.invited if regime == "federated" else plan.datacenters
-            late = self._job.buffered and regime == "federated"  # invited in an earlier round
+            asked = self._asked_for(plan) if regime == "federated" else plan.datacenters
             # It gives a gradient or running statistics, and no update.
             measured = (plan.measures or self._job.recomputes) and regime == "datacenter"
-            if name not in asked and not late and not measured:
+            if name not in asked and not measured:
                 raise Violation(
                     f"{where} has a receipt of {shown(name)}, whom its plan did not ask"
                 )
@@ -406,6 +455,10 @@ class Rounds:
         self.receipts += counted["invited"]
         self._check_weights(record, len(devices["accepted"]), where)
         return devices["accepted"], devices["sent"], devices["started"]
+
+    def _asked_for(self, plan: Plan) -> Set[str]:
+        """Devices that may be in an attempt; in buffered mode those of earlier ones, too."""
+        return self._asked if self._job.buffered else plan.invited
 
     def _check_weights(self, record: Fields, accepted: int, where: str) -> None:
         """Check that the weight of a secure mean is at least that of its usable updates.
@@ -482,19 +535,30 @@ class Rounds:
             if not math.isclose(cost.number(key), math.fsum(seconds[regime]), abs_tol=1e-6):
                 raise Violation(f"{where} counts other {key} than its receipts")
 
-    def _check_sum(self, signed: SignedSum, plan: Plan, where: str) -> None:
+    def _check_sum(self, signed: SignedSum, plan: Plan) -> None:
         """Check a sum that devices have signed against the plan that asked them."""
-        if not self._job.buffered and not signed.roster <= plan.invited:
+        where = plan.where
+        if plan.regime == "datacenter" or not self._job.secure:
             raise Violation(
-                f"{shown(min(signed.roster - plan.invited))} has signed a sum of {where}, whose "
-                "plan did not ask it"
+                f"devices have signed a sum of {where}, in which no updates of devices are summed"
+                " securely"
+            )
+        if others := signed.roster - self._asked_for(plan):
+            raise Violation(
+                f"{shown(min(others))} has signed a sum of {where}, whose plan did not ask it"
             )
         if signed.draw != plan.draw:
             raise Violation(
                 f"the devices of {where} have signed the draw {signed.draw}, and its plan has "
                 f"{plan.draw}"
             )
+        self._known_start &= self._check_signed_start(signed, plan)
         grouped = plan.by_group or self._job.robust_minimum
+        if signed.group and not grouped:
+            raise Violation(
+                f"the devices of {where} have signed the sum of the group {shown(signed.group)}, "
+                "and its plan has no groups"
+            )
         self._check_random_group(signed, where)
         if not self._job.buffered and not grouped and signed.clients_min < self._job.quorum:
             raise Violation(
@@ -522,6 +586,31 @@ class Rounds:
                     f"{where} was charged with rho {charge.event.number('rho'):.6g}, and the noise "
                     f"that its devices have signed costs {least:.6g}"
                 )
+
+    def _check_signed_start(self, signed: SignedSum, plan: Plan) -> bool:
+        """Check the models from which devices have signed that their updates start.
+
+        Returns:
+            Whether the run's commits tell all of these models.
+        """
+        where = plan.where
+        if not self._job.buffered:
+            return self.models.check_signed(plan.start, signed.model, where)
+        known = True
+        # A full buffer has updates from the models of several rounds.
+        for round_, model in signed.starts.items():
+            starts = self._starts.get(round_, set())
+            if not starts:
+                raise Violation(
+                    f"the devices of {where} have signed the start model {model} of round "
+                    f"{round_}, which was not planned before"
+                )
+            # Attempts at a round can start from different models; devices accept one of them.
+            if model and len(starts) == 1:
+                known &= self.models.check_signed(next(iter(starts)), model, where)
+            else:
+                known = False
+        return known
 
     def _check_random_group(self, signed: SignedSum, where: str) -> None:
         """Check the group of a robust sum: who is in it, how many, and what receipts say of it."""
@@ -610,12 +699,7 @@ class Rounds:
                 )
 
     def _check_sums(
-        self,
-        sums: Sequence[SignedSum],
-        plan: Plan,
-        accepted: set[str],
-        regime: str,
-        where: str,
+        self, sums: Sequence[SignedSum], plan: Plan, accepted: Set[str], where: str
     ) -> None:
         """Check that the devices of a secure round are those that have signed its sum."""
         if not self._job.secure or not accepted:
@@ -642,34 +726,10 @@ class Rounds:
             )
         if sum(len(each.devices) for each in sums) != len(signed):
             raise Violation(f"a device is in two signed sums of {where}")
-        for each in sums:
-            for number, model in each.starts.items():
-                known = self._current.get(number - 1, "")
-                if number > plan.round or (known and model != known):
-                    raise Violation(
-                        f"the devices of {where} have signed the start model {model} of round "
-                        f"{number}, which the run has not committed as such"
-                    )
-        # A full buffer has updates from several models, and a hybrid round may move devices' start.
-        if self._job.buffered or regime != "federated":
-            return
-        models = {each.model for each in sums}
-        if len(models) != 1:
-            raise Violation(f"the devices of {where} have signed different start models")
-        (model,) = models
-        if plan.start and model != plan.start:
-            raise Violation(
-                f"the devices of {where} have signed the start model {model}, and the last commit "
-                f"has {plan.start}"
-            )
-        self.signed_starts += bool(plan.start)
-        if not plan.start and not self.models:
-            self._check_initial(model, where)
-
-    def _check_initial(self, model: str, where: str) -> None:
-        if self._initial not in ("", model):
-            raise Violation(f"the devices of {where} have signed another first model than before")
-        self._initial = model
+        self.unknown_starts += not self._known_start
+        # A full buffer has updates from the models of several rounds.
+        if not self._job.buffered:
+            self.signed_starts += bool(plan.start.digest)
 
     # -- end -----------------------------------------------------------------------------------
 
@@ -679,42 +739,5 @@ class Rounds:
         Raises:
             Violation: something is missing.
         """
+        self._check_cut_short()
         self._sums.check_planned(self._planned)
-
-    def final(self, final: Fields) -> str:
-        """Check the final model; returns its digest.
-
-        Raises:
-            Violation: it is not a model that the run has committed.
-        """
-        final.only("best", "metrics", "model_sha256", "round")
-        digest = final.digest("model_sha256")
-        round_ = final.count("round")
-        if round_ > self.committed:
-            raise Violation(
-                f"the final model is of round {round_}, and {self.committed} is the last"
-            )
-        if final.flag("best"):
-            known = self._best.get(self.committed, "")
-            if not known:
-                raise Violation("the final model is the best one, and the run has kept none")
-        else:
-            known = self.served.get(round_, "")
-            if round_ != self.committed:
-                raise Violation(
-                    f"the final model is of round {round_}, and the last committed is "
-                    f"{self.committed}"
-                )
-        if known and digest != known:
-            raise Violation(
-                f"the final model has the digest {digest}, and the run has committed {known}"
-            )
-        metrics = self._metrics.get(round_)
-        if metrics and canonical(metrics) != canonical(final.table("metrics").values):
-            raise Violation(f"the final model has other metrics than round {round_}")
-        return digest
-
-    @property
-    def final_is_known(self) -> bool:
-        """Whether a commit names the digest of the final model."""
-        return bool(self.served.get(self.committed))

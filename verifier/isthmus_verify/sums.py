@@ -38,7 +38,8 @@ class SignedSum:
     noise_multiplier: float | None
     """Noise multiplier of the noise that the devices add; None if they add none."""
     starts: dict[int, str]
-    """In buffered mode, the models that updates start from, by the round that asked for them."""
+    """In buffered mode, the models that updates start from, by the round that asked for them; empty
+    for one with a gradient, which nothing else names."""
     group: str
     """The group that is summed; empty for any devices."""
     in_group: bool

@@ -533,12 +533,12 @@ def _fit(
 ) -> bool:
     """Whether the weight and the sums of the slots can come from honest clients.
 
-    One without a usable vector has the weight 0, and of the counts only that it has none. The slot
-    of the name `without` is not looked at.
+    One without a usable vector has the weight 0, and of the counts only that it has none; where
+    they say so, each other one weighs 1 at least. The slot of the name `without` is not looked at.
     """
     share = weight / config.weight_max
     rounding = 2 * clients / (config.levels - 1)
-    least = 0
+    least = usable if UNUSABLE in config.slots else 0
     for slot, value in zip(config.slots, sums, strict=True):
         if slot.name == without:
             continue
@@ -550,7 +550,7 @@ def _fit(
         if not 0 <= value <= of * slot.maximum:
             return False
         if slot.name == OVER_WEIGHT.name:  # each counts as the largest weight
-            least = value * config.weight_max
+            least = max(least, value * config.weight_max)
     return least <= weight <= usable * config.weight_max
 
 

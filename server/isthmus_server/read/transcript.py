@@ -29,7 +29,7 @@ from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, last_known
 from isthmus_server.storage.records import CommittedState, FailedAttempt, PlannedAttempt
 from isthmus_server.storage.signed_sums import config_of, read_signed_sums
 from isthmus_server.storage.store import Store
-from isthmus_server.strategy.policy import CURRENT, Plan
+from isthmus_server.strategy.policy import CURRENT, SERVED, Plan
 
 FORMAT = 1
 MAX_LINE = 16 << 20
@@ -170,7 +170,7 @@ def _plan(planned: PlannedAttempt, state: CommittedState) -> dict[str, Any]:
     answer = planned.decision.answer
     start = answer.start if isinstance(answer, Plan) else CURRENT
     saved = state.models.get(start)
-    if start == CURRENT and state.model_in_datacenter:
+    if start in (CURRENT, SERVED) and state.model_in_datacenter:
         saved = None  # what is on disk is older
     table = planned.to_json()
     for key in _LEFT_OUT_OF_DECISIONS:

@@ -103,7 +103,7 @@ def resolve_plan(
 
     Raises:
         NoAllowedCohort: too few devices may take part.
-        RoundFailed: the plan leaves out all datacenters that are ready.
+        RoundFailed: the plan leaves out all datacenters that are ready, or none is any more.
     """
     round_ = state.round + 1
     datacenter_only = plan.regime == "datacenter"
@@ -171,13 +171,17 @@ def _datacenters_of(plan: Plan, roster: ParticipantRoster) -> list[str]:
     """Names of the datacenters that train, or whose gradient devices add.
 
     Raises:
-        RoundFailed: the plan leaves out all that are ready.
+        RoundFailed: the plan leaves out all that are ready, or none is any more.
     """
     if plan.regime == "federated":
         return []
     ready = sorted(roster.datacenters)
     used = [name for name in ready if plan.datacenter_weights.get(name, 1.0) > 0]
-    if ready and not used:
+    if not ready:
+        raise RoundFailed(
+            f"no datacenter is ready any more, and the round was planned as {plan.regime}"
+        )
+    if not used:
         raise RoundFailed(
             f"the plan gives the weight 0 to each datacenter that is ready ({', '.join(ready)})"
         )

@@ -207,12 +207,15 @@ class Coordinator:
 
     def _start_hash(self, plan: Plan) -> bytes | None:
         """SHA-256 of the model that a plan starts from; None if no device can have it."""
-        if plan.start == CURRENT:
-            return None if self.state.model_in_datacenter else self.model.blob.sha256
+        versions = self.parts.versions
+        # The checkpoints of these two are older, after a round whose model only a datacenter has.
+        if plan.start in (CURRENT, SERVED):
+            if self.state.model_in_datacenter:
+                return None
+            return versions.sha256(plan.start, self.state.models)
         if plan.start == INITIAL:
-            return self.parts.versions.initial_sha256
-        saved = self.state.models.get(plan.start)
-        return None if saved is None else bytes.fromhex(saved.sha256)
+            return versions.initial_sha256
+        return versions.sha256(plan.start, self.state.models) or None
 
     async def _undo(self) -> None:
         """Return to the last commit, if an attempt has failed after its first change.

@@ -27,7 +27,7 @@ from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.encoding import decode, encode
 from isthmus_privacy.secagg.messages import ConsistencySignature, Stage, UnmaskingShares
 from isthmus_privacy.secagg.ranges import Ranges, counts_of
-from isthmus_privacy.slots import COMPRESSED_SLOTS
+from isthmus_privacy.slots import COMPRESSED_SLOTS, SCORING_SLOTS
 
 # -- shares --------------------------------------------------------------------------------------
 
@@ -347,6 +347,17 @@ def a_weight_that_cancels_those_of_the_others():
     total = sum(encode(config, torch.ones(4), weight=20).vector for _ in range(20))
     total[4] = 1
     decode(config, total, clients=20)
+
+
+@expect_refusal("sum-out-of-range")
+def a_weight_below_that_of_a_usable_vector():
+    """All have said that theirs are usable, and one of them that it weighs nothing."""
+    config = make_config(weight_max=1, slots=SCORING_SLOTS)
+    vectors = [encode(config, torch.ones(4), weight=1, figures={"unusable": 0}) for _ in range(6)]
+    total = sum(each.vector for each in vectors)
+    decode(config, total, clients=6)
+    total[4] -= 1
+    decode(config, total, clients=6)
 
 
 @expect_refusal("weight-not-of-ranges")

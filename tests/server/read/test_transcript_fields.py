@@ -26,7 +26,7 @@ SERVERS_WORD = (
     "run.job",
     # Charges before the first one of this run, as of a branch.
     "charge.charge.run",
-    # How it was decided, besides regime, reason, start and groups.
+    # How it was decided, besides regime, reason, start, kept models and groups.
     "plan.decision",
     # Figures, times and reasons.
     "failed.record.elapsed",

@@ -2,13 +2,17 @@
 
 import asyncio
 
+import pytest
 from tests.server.rounds.results import invited_devices
 from tests.server.waiting import SteppedClock
 
+from isthmus.errors import RoundFailed
 from isthmus_server.read.report.report import read_report
+from isthmus_server.rounds.assignment import resolve_plan
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import WaitingForParticipants
+from isthmus_server.strategy.policy import Plan
 
 SETTINGS = ("federated.clients=0", "federated.cohort=4", "federated.quorum=3", "rounds=2")
 
@@ -48,3 +52,15 @@ async def test_a_device_that_does_not_come_is_awaited_once(deployment, timeouts,
     invited, waits = await run_with_four_enrolled(deployment, monkeypatch, pass_time, clock)
     assert invited == [["a", "b", "c"]] * 2
     assert len(waits) == 1
+
+
+async def test_a_round_is_not_begun_without_the_datacenter_that_it_is_planned_with(deployment):
+    """It may leave after it was there, and before the turn of the job comes."""
+    await deployment.start()
+    store = deployment.create_run("run")
+    parts = RunParts.of(store, deployment.link)
+    plan = Plan("hybrid", "it is planned")
+    with pytest.raises(RoundFailed, match="no datacenter is ready any more, and the round was"):
+        resolve_plan(
+            parts.job, parts.progress.state, parts.roster, parts.cohorts, (), plan, 1, None
+        )

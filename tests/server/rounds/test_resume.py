@@ -21,6 +21,7 @@ from isthmus_server.storage.events import (
     RoundPlanned,
     WaitingForParticipants,
 )
+from isthmus_server.strategy.policy import Plan
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,10 @@ async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(
     _, coordinator, _ = await run_with_datacenter("strategy.policy=alternate", "rounds=2")
     again = await deployment.run_until_killed(coordinator, RoundCommitted, 1)
     assert again.run_state().model_in_datacenter
-    await Coordinator(RunParts.of(again, deployment.link)).run()
+    resumed = Coordinator(RunParts.of(again, deployment.link))
+    # Nor does the server have the served one, of which an older checkpoint may be there.
+    assert resumed._start_hash(Plan("federated", "it is planned", start="served")) is None
+    await resumed.run()
     assert [row["regime"] for row in read_report(again).to_json()["rounds"]] == [
         "datacenter",
         "federated",
