@@ -65,8 +65,13 @@ The share is of the sum of 1 / noise multiplier^2: of independent noise, that of
 """
 _CLOSE = 5e-3
 """Relative precision of factors."""
+_FINE = 1e-3
 _COARSE = 1e-2
-"""Step of privacy loss distributions of sampled steps, which are rounded up to it."""
+"""Steps of privacy loss distributions of a hundred sampled steps, which are rounded up to them: of
+those of the claim, and of those with other noise, of which a search needs many.
+
+Those of more steps are smaller by the square root of their number, as is what each step loses.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +122,12 @@ class Claim:
     def epsilon(self, factor: float = 1.0) -> float:
         """Epsilon at `delta`, with noise that is weaker by a factor.
 
-        Of sampled steps that of coarse privacy loss distributions: a ledger may say a little more.
+        Of sampled steps that of privacy loss distributions: a ledger may say more.
         """
         composition = self._composition(factor)
         if composition.sampled:
-            return float(_distribution(composition).get_epsilon(self.delta))
+            found = _distribution(composition, is_fine=factor == 1.0)
+            return float(found.get_epsilon(self.delta))
         return composition.epsilon(self.delta)
 
     def right(self, factor: float = 1.0, shares: Shares | None = None) -> float:
@@ -131,10 +137,12 @@ class Claim:
         of guesses that are right with different probabilities is as likely to be above a number as
         one with their mean, or less (Hoeffding 1956, theorem 4).
         """
+        is_fine = factor == 1.0
         if shares is None:
-            return _right(self._composition(factor))
+            return _right(self._composition(factor), is_fine)
         total = sum(
-            count * _right(self._composition(factor, share)) for share, count in shares.items()
+            count * _right(self._composition(factor, share), is_fine)
+            for share, count in shares.items()
         )
         return total / sum(shares.values())
 
@@ -308,7 +316,7 @@ def _weaker(event: Event, factor: float) -> Event:
 
 
 @functools.lru_cache(maxsize=1024)
-def _right(composition: Composition) -> float:
+def _right(composition: Composition, is_fine: bool) -> float:
     """See `Claim.right`.
 
     Discrete Gaussian noise of devices, which is charged as zero-concentrated, is Gaussian in a sum
@@ -319,15 +327,17 @@ def _right(composition: Composition) -> float:
     if not composition.sampled:
         return math.erfc(-math.sqrt(squared) / 2 / math.sqrt(2)) / 2
     assert not squared
-    return (1 + float(_distribution(composition).get_delta(0.0))) / 2
+    return (1 + float(_distribution(composition, is_fine).get_delta(0.0))) / 2
 
 
 @functools.lru_cache(maxsize=64)
-def _distribution(composition: Composition) -> Any:
+def _distribution(composition: Composition, is_fine: bool) -> Any:
     """The privacy loss distribution of sampled steps."""
     import dp_accounting
 
-    accountant = dp_accounting.pld.PLDAccountant(value_discretization_interval=_COARSE)
+    steps = sum(each.steps for each in composition.sampled)
+    interval = (_FINE if is_fine else _COARSE) / max(1.0, math.sqrt(steps / 100))
+    accountant = dp_accounting.pld.PLDAccountant(value_discretization_interval=interval)
     for each in composition.sampled:
         step = dp_accounting.PoissonSampledDpEvent(
             each.sampling_probability, dp_accounting.GaussianDpEvent(each.noise_multiplier)

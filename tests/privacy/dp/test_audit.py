@@ -17,12 +17,15 @@ import torch
 from scipy.stats import binom
 from tests.privacy.dp.test_correlated import inverse_of
 
-from isthmus.job.privacy import PrivacySection
+from isthmus.job.federated import FederatedSection
+from isthmus.job.privacy import FederatedPrivacy, PrivacySection
 from isthmus_privacy.crypto.masking import RING
 from isthmus_privacy.dp import noisy_vector
 from isthmus_privacy.dp.accounting import Composition, Gaussian, ZeroConcentrated
+from isthmus_privacy.dp.auditing import Claim
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
+from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_server.budgets.server_noise import ServerNoise
 
 DELTA = 1e-6
@@ -139,3 +142,18 @@ def test_the_noise_of_a_server_hides_canaries_unless_it_is_halved(
     epsilon = found(scores, present, GUESSES)
     assert (epsilon > claimed) == (weaker == 2)
     assert epsilon > claimed / 2
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "batch", "examples", "rounds"),
+    [(1.0, 10, 1000, 10), (1.0, 1, 1000, 50), (0.05, 1, 300, 50), (0.3, 1, 300, 10)],
+)
+def test_the_claim_of_an_audit_is_within_the_budget(epsilon, batch, examples, rounds):
+    """Also of many steps of few examples, of which each loses little; or honest jobs alarm."""
+    privacy = FederatedPrivacy(epsilon=epsilon, delta=1e-4)
+    section = FederatedSection(batch_size=batch, local_epochs=1, privacy=privacy)
+    plan = DeviceExamplesPlan.of(section, rounds, examples)
+    claim = Claim(plan.event, rounds, privacy.delta)
+    assert claim.epsilon() <= plan.epsilon(rounds) <= epsilon
+    exact = Composition().plus(plan.event, rounds).epsilon(privacy.delta)
+    assert claim.epsilon() == pytest.approx(exact, rel=0.02)

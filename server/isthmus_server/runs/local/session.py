@@ -110,7 +110,8 @@ class LocalRun:
         """
         torch.set_num_threads(1)  # the processes of devices and ranks need the cores
         store = self.store
-        link = Link(store.job.time.lease_seconds, shares=True)
+        # Who reaches an address could name any open file, which is opened with this user's rights.
+        link = Link(store.job.time.lease_seconds, shares=address is None)
         events = EventStream()
         observers = observers or Observers(console)
         async with contextlib.AsyncExitStack() as stack:

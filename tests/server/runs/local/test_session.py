@@ -3,12 +3,13 @@ import os
 import tempfile
 
 import pytest
+from rich.console import Console
 from tests.server.listeners import RecordingListener
 
 from isthmus.errors import UserError
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
-from isthmus_server.runs.local.session import running_participants
+from isthmus_server.runs.local.session import LocalRun, running_participants
 from isthmus_server.transport.link import Link
 
 
@@ -46,3 +47,22 @@ async def test_a_temporary_path_too_long_for_a_socket_is_reported(make_job, tmp_
     with pytest.raises(UserError, match=r"is too long a path for a socket; set TMPDIR to"):
         async with listening(make_job, tmp_path, None, Link(10.0)):
             pass
+
+
+@pytest.mark.parametrize("address", [None, ("127.0.0.1", 0)])
+async def test_files_are_opened_for_processes_of_the_private_socket_only(
+    make_job, tmp_path, address, monkeypatch
+):
+    """Any user of the machine reaches an address, and could name files of this one."""
+
+    class Stopped(Exception):
+        pass
+
+    def stopped(link, events):
+        raise Stopped(link.shares_memory)
+
+    run = LocalRun.new(make_job(), tmp_path, tmp_path / "run")
+    monkeypatch.setattr(run, "_made_loop", stopped)
+    with pytest.raises(Stopped) as found:
+        await run.run(address, Console(quiet=True), None)
+    assert found.value.args == (address is None,)
