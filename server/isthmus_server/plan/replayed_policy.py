@@ -154,9 +154,9 @@ def replays(
         replay = _replayed(job, policy, facts, curves, member)
         done.append(replay)
         # Members up to the next one that is followed do the same.
-        after = curves[shown].after(replay.kinds)[member : member + stride, -1]
-        ends.append(after)
-        doubt.append(np.full(len(after), curves[shown].doubt(replay.kinds)))
+        alike = slice(member, member + stride)
+        ends.append(curves[shown].after(replay.kinds)[alike, -1])
+        doubt.append(curves[shown].doubt(replay.kinds)[alike])
     return done, np.concatenate(ends), np.concatenate(doubt)
 
 

@@ -207,7 +207,7 @@ def _as_before(
         seconds += facts.seconds[last]
     return Alternative(
         policy=name,
-        reached=curves.interval(curves.after(kinds)[:, -1]),
+        reached=curves.interval(curves.after(kinds)[:, -1], curves.doubt(kinds)),
         rounds=(len(kinds), len(kinds)),
         price=(price, price),
         seconds=(seconds, seconds),

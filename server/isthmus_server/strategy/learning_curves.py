@@ -16,7 +16,9 @@ short, by that momentum. And where an average of the last rounds' models is eval
 says little while models of several kinds are in it: such rounds count by the part of the last kind.
 
 The model knows a run by one number. What it leaves out makes its intervals too narrow, for which
-`WIDENING` makes up.
+`WIDENING` makes up, and `UNSEEN` where a forecast goes on after the rounds that there were.
+
+A run that has just begun says little of its end, which so may be far from all that was seen (`END`).
 """
 
 from __future__ import annotations
@@ -54,7 +56,16 @@ MIXED = 0.3
 """Standard deviation of the metric of an average of models of several kinds, as a part of all that
 it moved, if hardly one is of the last kind."""
 LATE = 1.0
-"""Rounds by which a change may come earlier or later than the model has it."""
+"""Rounds by which a bend of the metric may come earlier or later than the model has it. Steady
+motion is no bend: if a round of it could come later too, the first rounds of a slow run would hardly
+differ from those of a run that stands still."""
+END = 3.0
+"""Standard deviation of the end of a kind around the values last seen, in parts of all that the
+metric moved. With 1, runs of few rounds were expected to end near there: after three of twenty
+rounds, in runs that move slowly, half as many intervals held the end."""
+UNSEEN = 0.5
+"""Standard deviation of what the metric does after the rounds that there were, as a part of what is
+forecast of it. Slow runs first accelerate, or rest, which the model does not have."""
 _WALKERS = 64
 _DRAWN = 4000
 """Draws of the prior, of which the first walkers are taken."""
@@ -214,10 +225,28 @@ class LearningCurves:
         """Standard deviation of one evaluation, by member of the sample."""
         return self._scale * np.exp(self._sample[:, 2])
 
-    def doubt(self, kinds: Sequence[str]) -> float:
-        """Standard deviation that the metric after these rounds has by its average of models."""
+    def doubt(self, kinds: Sequence[str]) -> Values:
+        """Standard deviation of the metric after these rounds by what the model leaves out.
+
+        That is its average of models, and what it does in more rounds of a kind than there were.
+
+        Returns:
+            One for each member of the sample.
+        """
         course = _Course.of(RunPiece(kinds, ()), self._inertia)
-        return self._scale * float(course.doubt[-1])
+        path = self._path(self._sample, course)
+        unseen = UNSEEN * (path[:, -1] - path[:, self._seen(kinds) - 1])
+        doubt: Values = self._scale * np.hypot(course.doubt[-1], unseen)
+        return doubt
+
+    def _seen(self, kinds: Sequence[str]) -> int:
+        """How many of these rounds are no more of each kind than some piece has."""
+        left = {kind: max(piece.kinds.count(kind) for piece in self._pieces) for kind in self.kinds}
+        for place, kind in enumerate(kinds):
+            if not left[kind]:
+                return place
+            left[kind] -= 1
+        return len(kinds)
 
     def interval(self, values: Values, doubt: float | Values = 0.0) -> Interval:
         """The interval of a metric whose value in each member of the sample is given.
@@ -257,7 +286,7 @@ class LearningCurves:
             ]
             last = of_kind[-max(1, len(of_kind) // 3) :] or every
             places += [math.log(0.3), float(np.mean(last)) / self._scale]
-            spreads += [1.5, 1.0]
+            spreads += [1.5, END]
         return np.array(places), np.array(spreads)
 
     def _path(self, parameters: Values, course: _Course) -> Values:
@@ -298,7 +327,7 @@ class LearningCurves:
             seen = piece.values[piece.known] / self._scale
             with np.errstate(all="ignore"):
                 error = self._path(parameters, piece)[:, piece.known] - seen
-                variance = noise + (LATE * piece.change[piece.known] / self._scale) ** 2
+                variance = noise + (LATE * piece.bend[piece.known] / self._scale) ** 2
                 variance += piece.doubt[piece.known] ** 2
                 density += -0.5 * (error**2 / variance + np.log(variance)).sum(axis=1)
         density[~np.isfinite(density)] = -np.inf
@@ -421,8 +450,8 @@ class _Course:
     kinds: Sequence[str]
     values: Values
     known: npt.NDArray[np.bool_]
-    change: Values
-    """By how much the metric moves in a round, at each."""
+    bend: Values
+    """By how much the motion of the metric in a round changes, at each."""
     doubt: Values
     """Standard deviation of what averages of models of several kinds do, in units of the scale."""
     start: float | None
@@ -456,20 +485,21 @@ class _Course:
             piece.kinds,
             values,
             np.isfinite(values),
-            _change(values),
+            _bend(values),
             np.array(doubt),
             piece.start,
             runs,
         )
 
 
-def _change(values: Values) -> Values:
-    """By how much a metric moves in a round, at each round where it is known."""
-    change = np.zeros(len(values))
+def _bend(values: Values) -> Values:
+    """By how much the motion in a round changes with a round, at each where the metric is known."""
+    bend = np.zeros(len(values))
     known = np.flatnonzero(np.isfinite(values))
     if len(known) > 1:
-        change[known] = np.abs(np.gradient(values[known], known))
-    return change
+        motion = np.gradient(values[known], known)
+        bend[known] = np.abs(np.gradient(motion, known))
+    return bend
 
 
 def _is_stepped(kind: str) -> bool:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from isthmus_server.strategy.learning_curves import Inertia, LearningCurves, RunPiece
+from isthmus_server.strategy.learning_curves import UNSEEN, Inertia, LearningCurves, RunPiece
 
 
 def approach(start, ends, kinds, noise=0.0, seed=0, speed=0.2):
@@ -41,6 +41,47 @@ def test_intervals_grow_with_the_rounds_that_nobody_saw():
     far = curves.interval(curves.after(["federated"] * 60)[:, -1])
     assert far.high - far.low > 1.5 * (near.high - near.low)
     assert 0 <= far.low <= far.high <= 1
+
+
+def logistic(end, middle, slowness, rounds=20):
+    """Values that rise slowly, then quickly, then slowly again to their end."""
+    return [end / (1 + math.exp((middle - each) / slowness)) for each in range(1, rounds + 1)]
+
+
+def test_a_slow_run_that_has_just_begun_may_end_far_from_where_it_is():
+    draw = np.random.default_rng(5)
+    held = []
+    for end in (0.5, 0.7, 0.9):
+        for middle, slowness in ((3, 3), (5, 3), (7, 3), (6, 5)):
+            values = logistic(end, middle, slowness)
+            pieces = [
+                RunPiece(["federated"] * 5, [each + 0.01 * draw.standard_normal() for each in run])
+                for run in (values[:5], values[:5])
+            ]
+            curves = LearningCurves(pieces, bounded=True)
+            kinds = ["federated"] * len(values)
+            found = curves.interval(curves.after(kinds)[:, -1], curves.doubt(kinds))
+            held.append(found.low <= values[-1] <= found.high)
+    assert sum(held) >= 0.85 * len(held)
+
+
+def test_a_run_that_stands_still_is_not_expected_to_go_far():
+    kinds = ["datacenter"] * 8
+    curves = LearningCurves([RunPiece(kinds, approach(0.1, ENDS, kinds, speed=0.8))], bounded=True)
+    longer = ["datacenter"] * 20
+    found = curves.interval(curves.after(longer)[:, -1], curves.doubt(longer))
+    assert found.low <= 0.5 <= found.high
+    assert found.high - found.low < 0.15
+
+
+def test_doubt_begins_after_the_rounds_that_there_were():
+    kinds = ["datacenter"] * 3 + ["federated"] * 6
+    curves = LearningCurves([RunPiece(kinds, approach(0.1, ENDS, kinds, 0.01))], bounded=True)
+    assert not curves.doubt(kinds).any()
+    assert not curves.doubt(["federated"] * 6).any()
+    more = ["federated"] * 12
+    moved = curves.after(more)[:, -1] - curves.after(more)[:, 5]
+    assert curves.doubt(more) == pytest.approx(UNSEEN * np.abs(moved))
 
 
 def test_rounds_that_were_not_evaluated_count_as_rounds():
@@ -82,11 +123,11 @@ def test_an_average_of_models_of_two_kinds_says_little():
     kinds = ["datacenter"] * 8 + ["federated"] * 16
     piece = RunPiece(kinds, approach(0.1, ENDS, kinds, 0.005))
     curves = LearningCurves([piece], bounded=True, inertia=Inertia(average=0.85))
-    assert curves.doubt(kinds[:8]) == 0
-    first, later, last = (curves.doubt(kinds[:count]) for count in (9, 14, 24))
+    assert not curves.doubt(kinds[:8]).any()
+    first, later, last = (curves.doubt(kinds[:count])[0] for count in (9, 14, 24))
     assert first > 3 * later > 3 * last > 0
     plain = LearningCurves([piece], bounded=True)
-    assert plain.doubt(kinds[:9]) == 0
+    assert not plain.doubt(kinds[:9]).any()
 
 
 def test_the_same_rounds_give_the_same_sample():
