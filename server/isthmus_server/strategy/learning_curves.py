@@ -18,7 +18,7 @@ says little while models of several kinds are in it: such rounds count by the pa
 The model knows a run by one number. What it leaves out makes its intervals too narrow, for which
 `WIDENING` makes up, and `UNSEEN` where a forecast goes on after the rounds that there were.
 
-A run that has just begun says little of its end, which so may be far from all that was seen (`END`).
+A run that has just begun says little of its end, which may be far from all that was seen (`END`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ MIXED = 0.3
 it moved, if hardly one is of the last kind."""
 LATE = 1.0
 """Rounds by which a bend of the metric may come earlier or later than the model has it. Steady
-motion is no bend: if a round of it could come later too, the first rounds of a slow run would hardly
-differ from those of a run that stands still."""
+motion is no bend: if a round of it could come later too, the first rounds of a slow run would
+hardly differ from those of a run that stands still."""
 END = 3.0
 """Standard deviation of the end of a kind around the values last seen, in parts of all that the
 metric moved. With 1, runs of few rounds were expected to end near there: after three of twenty

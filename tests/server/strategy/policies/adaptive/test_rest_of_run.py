@@ -222,7 +222,7 @@ def test_a_plan_is_part_of_the_state_and_of_the_reasons():
     )
     words = state_in_words("adaptive", first.states[planned])
     assert any("the plan for the rest of the run" in sentence for sentence in words)
-    assert "forecasts" in first.reasons[planned]
+    assert "forecast" in first.reasons[planned]
 
 
 def test_rounds_of_a_race_are_not_taken_for_a_course():
