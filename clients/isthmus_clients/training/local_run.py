@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from isthmus.errors import JobError, TaskError
+from isthmus.errors import JobError, TaskError, UserError
 from isthmus.job import Job, read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
@@ -316,14 +316,16 @@ class DeviceRun:
 
     def _measure_form(
         self, round_: int, start: torch.Tensor, personal: Buffer | None
-    ) -> TaskError | None:
+    ) -> UserError | None:
         """Compare the loss of the first batch of training with that in float32, once for a run.
 
         It is of the loaded model, which is loaded again afterwards: a pass may change buffers.
 
         Returns:
             Why the result may not be used, if that is only said when there is one: the time until
-            the reply to a secure sum must not tell.
+            the reply to a secure sum must not tell. None where the server is on another machine:
+            whether a device gave zeros would follow from the model that it was asked about first,
+            and from a tolerance that the server chooses.
 
         Raises:
             TaskError: nothing may be computed, or the model cannot be in this form.
@@ -331,9 +333,37 @@ class DeviceRun:
         form = self._form
         if form is None:
             return None
+        found = None
+        try:
+            found = self._difference_of(form, round_)
+            if found is None:  # no steps
+                return None
+            self.difference = found
+            found.check(self.job.federated.frozen_tolerance)
+        except (TaskError, JobError) as error:
+            if self._withheld:
+                log.warning("%s; this device takes part nevertheless", error)
+            elif found is not None and self.job.federated.secure_aggregation:
+                return error
+            else:
+                raise
+        finally:
+            self._load(start, personal)
+        self._form = None
+        return None
+
+    def _difference_of(self, form: FrozenForm, round_: int) -> LossDifference | None:
+        """What the type of frozen parameters changes in the loss of a round's first batch.
+
+        None without one.
+
+        Raises:
+            TaskError: the loss cannot be computed.
+            JobError: the files of the model cannot be read, or have changed.
+        """
         seed = self.seed_of(round_)
         parts = next(iter(self.data.first_pass(seed, round_)), None)
-        if parts is None:  # no steps
+        if parts is None:
             return None
         part = next(iter(parts))
 
@@ -342,24 +372,16 @@ class DeviceRun:
             return self._gradient.loss_of(self.model, part)
 
         with torch.random.fork_rng(devices=[]):
-            self.difference = form.difference(self.model, loss)
-        self._load(start, personal)
+            found = form.difference(self.model, loss)
         log.info(
             "the frozen parameters are in %s: the loss of the first batch is %.6g, and %.6g in "
             "float32, a difference of %.3f %%",
             self.job.federated.frozen_dtype,
-            self.difference.small,
-            self.difference.full,
-            100 * self.difference.share,
+            found.small,
+            found.full,
+            100 * found.share,
         )
-        try:
-            self.difference.check(self.job.federated.frozen_tolerance)
-        except TaskError as error:
-            if not self.job.federated.secure_aggregation:
-                raise
-            return error
-        self._form = None
-        return None
+        return found
 
     def _load(self, vector: torch.Tensor, personal: Buffer | None) -> None:
         """Load the exchange set (N) and a personal state, and the buffers as they were built."""

@@ -121,8 +121,8 @@ def served(tmp_path):
     return served
 
 
-def opened(work):
-    return DeviceRun(work, Participant(name="a", regime="federated"), None)
+def opened(work, tasks=None):
+    return DeviceRun(work, Participant(name="a", regime="federated"), None, tasks)
 
 
 def plain_steps(run, model, batches):
@@ -353,6 +353,43 @@ def test_files_that_change_before_the_first_round_are_noticed(served, tmp_path):
     path.unlink()
     with pytest.raises(JobError, match="cannot be read: No such file"):
         train(run, start=run.layout.gather(model))
+
+
+SECURE = ("federated.secure_aggregation=true", "federated.frozen_tolerance=0")
+
+
+@pytest.mark.parametrize("first", ["train", "evaluate", "score"])
+def test_a_device_of_another_machine_fails_by_no_comparison_in_secure_sums(
+    served, tmp_path, caplog, first
+):
+    """Whether it gives zeros would follow from the model that it was asked about first."""
+    work, model = served(BODY, *SECURE)
+    run = opened(work, tasks=tmp_path)
+    vector = run.layout.gather(model)
+    payload = run.layout.encode(vector)
+    if first == "evaluate":
+        assert len(run.evaluate(1, payload).counts)
+    elif first == "score":
+        assert run.score(payload, [[0]])
+    update, _, _ = train(run, start=vector.clone())
+    assert caplog.text.count("allows 0.00%; remove federated.frozen_dtype from the job; this") == 1
+    assert run.difference.share > 0
+    (tmp_path / "base.safetensors").touch()
+    again, _, _ = train(run, start=vector.clone())
+    assert again.equal(update)
+    here = opened(work)
+    with pytest.raises(TaskError, match=r"in the smaller type and .*allows 0\.00%"):
+        train(here, start=vector.clone())
+
+
+def test_nor_does_it_by_files_that_cannot_be_compared(served, tmp_path, caplog):
+    work, model = served(BODY, *SECURE)
+    run = opened(work, tasks=tmp_path)
+    vector = run.layout.gather(model)
+    (tmp_path / "base.safetensors").unlink()
+    update, _, _ = train(run, start=vector.clone())
+    assert "cannot be read: No such file" in caplog.text
+    assert update.any()
 
 
 def test_an_evaluation_is_of_a_form_that_was_compared(served):

@@ -36,6 +36,7 @@ import isthmus_privacy.secagg.ranges as ranges
 from isthmus.errors import UpdateError
 from isthmus.job.schema import Job, read_job
 from isthmus.task import Participant
+from isthmus.task.scoring.frozen_form import LossDifference
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import position_of
@@ -53,6 +54,8 @@ from isthmus_privacy.secagg.identity import Directory, Enrolment
 
 LAYOUT = TensorLayout.from_shapes({"weight": (4,)})
 PERSONAL = TensorLayout.from_shapes({"head": (2,)})
+FIRST_VALUE = 1.0
+"""The elements of the first of a server's models."""
 _UNIT = 2.0**-20
 """The third element of an update: what the update was multiplied by since it was trained."""
 
@@ -156,6 +159,29 @@ class TracedRun:
         self.layout = LAYOUT
         self.personal = TensorLayout.from_header(work.personal) if work.personal else NOTHING
         self.examples = _world.examples[self.name]
+        frozen = self.job.federated.frozen_dtype != "float32"
+        self._form: Any = object() if frozen else None
+        self._withheld = tasks is not None
+        self.difference: LossDifference | None = None
+        self._loaded = 0.0
+
+    _measure_form = local_run.DeviceRun._measure_form
+
+    def _difference_of(self, form: object, round_: int) -> LossDifference:
+        """The first model does not show what the type of a base changes; others do, on some."""
+        shows = self._loaded != FIRST_VALUE and _world.matters("frozen base", self.name)
+        return LossDifference(2.0 if shows else 1.0, 1.0)
+
+    def _load(self, start: object, personal: object) -> None:
+        """Nothing has changed it."""
+
+    def _check_form(self, payload: Buffer) -> None:
+        """What `DeviceRun` does before its first work, which it fails by."""
+        model = LAYOUT.decode(memoryview(payload)[: LAYOUT.nbytes])
+        self._loaded = float(model[0])
+        error = self._measure_form(0, model, None)  # type: ignore[misc]
+        if error is not None:
+            raise error
 
     @property
     def kept(self) -> TensorLayout:
@@ -183,6 +209,7 @@ class TracedRun:
         result: Buffer | None = None,
         personal: Buffer | None = None,
     ) -> link_pb2.Trained:
+        self._check_form(payload)
         federated = self.job.federated
         batch = self._batch()
         draws = _world.stochastic or batch < self.examples or self.job.exchange.low_rank is not None
@@ -229,6 +256,7 @@ class TracedRun:
     def score(
         self, payload: Buffer, candidates: Iterable[Iterable[int]], personal: Buffer | None = None
     ) -> list[float]:
+        self._check_form(payload)
         view = memoryview(payload)
         parts = [view[at : at + LAYOUT.nbytes] for at in range(0, len(view), LAYOUT.nbytes)]
         state = b"" if personal is None else bytes(personal)
@@ -245,6 +273,7 @@ class TracedRun:
         if self.job.statistics.collect:
             used: Hashable = (self.code, self._used(["task."]))
         else:
+            self._check_form(payload)
             tuned = self.job.federated.fine_tune_steps > 0
             state = b"" if personal is None else bytes(personal)
             model = _world.known_model(bytes(payload), self.name)

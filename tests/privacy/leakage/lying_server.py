@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from tests.privacy.leakage.combinations import OpenedSum, Unknown
 from tests.privacy.leakage.devices import (
+    FIRST_VALUE,
     LAYOUT,
     NAMES,
     PERSONAL,
@@ -83,7 +84,7 @@ _T = TypeVar("_T")
 
 def model(number: int, bit: bool = False) -> bytes:
     """A model's encoded vector; with `bit`, the same one with its last bit changed."""
-    payload = LAYOUT.encode(torch.full((LAYOUT.size,), float(number + 1)))
+    payload = LAYOUT.encode(torch.full((LAYOUT.size,), FIRST_VALUE + number))
     payload[-1] = bit
     return bytes(payload)
 
@@ -125,6 +126,13 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "personal": ("exchange.personal=['head']", "federated.clip=4.0", "federated.max_examples=72"),
     "groups": (
         "federated.groups.minimum=3",
+        "federated.clip=4.0",
+        "federated.max_examples=72",
+    ),
+    "frozen": (
+        "model.start=base",
+        f"model.sha256='{'ab' * 32}'",
+        "federated.frozen_dtype=bfloat16",
         "federated.clip=4.0",
         "federated.max_examples=72",
     ),

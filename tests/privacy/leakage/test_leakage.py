@@ -8,8 +8,8 @@ system of linear equations, whose unknowns are the devices' vectors, equal where
 them in the same way. Over a field of 2**61 - 1 elements it has no combination that is about fewer
 honest devices than one sum.
 
-*Covered*: sums of updates in plain, low-rank, compressed, buffered and personal jobs, with
-gradients, by group, after ranges; ranges; evaluations; comparisons; statistics. Several runs and
+*Covered*: sums of updates in plain, low-rank, compressed, buffered and personal jobs, with a base
+in bfloat16, with gradients, by group, after ranges; ranges; evaluations; comparisons; statistics. Several runs and
 jobs that differ in any setting, each of which matters to some devices and not to others; positions,
 encodings, models, rounds, repeated attempts; other requests to one device; devices that restart,
 are lost at every step, or are killed just before or after they record one; other sets of share
@@ -31,7 +31,7 @@ from fractions import Fraction
 
 import pytest
 from tests.privacy.leakage.combinations import OpenedSum, findings
-from tests.privacy.leakage.devices import BEYOND, NAMES, make_world
+from tests.privacy.leakage.devices import BEYOND, NAMES, TracedRun, make_world
 from tests.privacy.leakage.lying_server import FAMILIES, Plan, Repertoire, follow
 from tests.privacy.leakage.search import main, model, search
 from tests.privacy.mutation import disabled
@@ -170,6 +170,11 @@ def training_as_if_for_statistics():
         yield
 
 
+def failing_by_what_was_asked_first():
+    """Devices compare a base in a smaller type once, and give zeros if that changes too much."""
+    return patched(TracedRun, "_withheld", property(lambda run: False, lambda run, value: None))
+
+
 UPDATES = ("update",)
 WEIGHTS = tuple(f"federated.max_examples={number}" for number in (70, 71, 72, 73))
 STEPS = ("federated.batch_size=71", "federated.batch_size=72", "federated.local_steps=1")
@@ -223,6 +228,10 @@ MUTATIONS = {
     "another vector of the devices that were not asked for shares": (
         forgetting_what_was_masked,
         Repertoire(("plain",), UPDATES, (), ("nothing", "round"), ()),
+    ),
+    "another model before, by which a device with a base in bfloat16 does not fail": (
+        failing_by_what_was_asked_first,
+        Repertoire(("frozen",), UPDATES, (), ("model", "round"), ()),
     ),
 }
 """What a server does, the rule that is left out, and what it chooses from to show it soon."""

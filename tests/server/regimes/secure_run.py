@@ -13,6 +13,8 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
+from isthmus_clients.training.examples_account import ExamplesAccount
+from isthmus_clients.training.history_files import EMPTY, write_head
 from isthmus_server.regimes.base import AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
@@ -24,8 +26,8 @@ LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 class InterruptedDevice:
     """A real agent that falls silent, fails, or changes its vector at a certain message."""
 
-    def __init__(self, name, training_lock):
-        self.agent = Agent(Participant(name=name, regime="federated"), None)
+    def __init__(self, name, training_lock, **choices):
+        self.agent = Agent(Participant(name=name, regime="federated"), None, **choices)
         self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
         self.buffer, self.acknowledged = self.agent.buffer, self.agent.acknowledged
         self.cancel = self.agent.cancel
@@ -65,7 +67,7 @@ class SecureRun:
         torch.optim.SGD([torch.zeros(1)])
         training_lock = asyncio.Lock()
         for name in NAMES:
-            self.devices[name] = InterruptedDevice(name, training_lock)
+            self.devices[name] = InterruptedDevice(name, training_lock, **self.choices(name))
             self.network.dial(self.devices[name], name)
         await wait_until(lambda: set(NAMES) <= self.network.link.peers.keys())
         for name in NAMES:
@@ -73,6 +75,10 @@ class SecureRun:
             request = link_pb2.Request(id=self.network.link.new_id(), open=opening)
             reply = await self.network.link.ask(name, request)
             assert reply.opened.examples == 0  # devices do not report how much data they have
+
+    def choices(self, name):
+        """What the owner of a device has chosen."""
+        return {}
 
     def opening(self, job):
         return link_pb2.OpenRun(
@@ -131,3 +137,25 @@ class SecureRun:
             open_run.train(work, payload, lambda progress: None, lambda: False)
             updates.append(LAYOUT.decode(payload).double())
         return torch.stack(updates).mean(0)
+
+
+class OwnedRun(SecureRun):
+    """Devices whose owners have installed the task, so that the server is on another machine."""
+
+    def __init__(self, network, job: Job, directory):
+        super().__init__(network, job, directory / "tasks")
+        self.state = directory
+        (self.directory / "learn").mkdir(parents=True)
+        (directory / "task.py").rename(self.directory / "learn" / "task.py")
+
+    def choices(self, name):
+        account = ExamplesAccount(self.state / f"state-{name}")
+        return {"tasks": self.directory, "account": account}
+
+    async def open(self):
+        await super().open()
+        for name, device in self.devices.items():
+            device.agent._secure._history_file = self.state / f"{name}.log"
+            write_head(self.state / f"{name}.log", EMPTY)
+            device.agent._secure._credentials = None
+        await wait_until(lambda: set(NAMES) <= self.network.link.peers.keys())
