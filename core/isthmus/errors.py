@@ -105,8 +105,12 @@ class TaskError(UserError):
     code = "task-failed"
 
 
-class TaskProcessEnded(TaskError):
-    """The process of a task ended, which others may have caused: by using up the memory."""
+class TaskInterrupted(TaskError):
+    """Work of a task that others may have ended: by cancelling it, or by using up the memory."""
+
+
+class TaskProcessEnded(TaskInterrupted):
+    """The process of a task ended."""
 
     code = ""
 

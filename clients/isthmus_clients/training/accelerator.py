@@ -107,13 +107,34 @@ class Arithmetic:
         self._scaler: torch.amp.GradScaler | None = None
 
     def placed(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device, in place; returns what runs its steps."""
+        """Move a model to the device, in place; returns what runs its steps.
+
+        Raises:
+            UserError: steps are to be compiled, and this machine has nothing that compiles.
+        """
         import torch
 
         model.to(self.device)
         if not self._settings.compile:
             return model
+        self._check_compiler()
         return cast("nn.Module", torch.compile(model))
+
+    def _check_compiler(self) -> None:
+        """Compile something small, so that a device without a compiler opens no run.
+
+        It would fail in each round, and a server could have it give zeros.
+        """
+        import torch
+
+        try:
+            torch.compile(torch.neg)(torch.zeros(2, device=self.device))
+        except Exception as error:  # whatever a compiler or its caller raises
+            raise UserError(
+                "federated.compile needs a compiler, and that of this device failed "
+                f"({type(error).__name__}); install one, such as g++, or set "
+                "federated.compile=false"
+            ) from error
 
     def seed(self, number: int) -> None:
         """Seed the generators of the processor and of the device.

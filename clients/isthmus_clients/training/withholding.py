@@ -8,13 +8,14 @@ own log has the details. See docs/decisions/0032-withhold-failures-in-secure-run
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from isthmus.errors import IsthmusError, TaskError, TaskProcessEnded
+from isthmus.errors import IsthmusError, TaskError, TaskInterrupted
 from isthmus.task import user_traceback
 
 _Result = TypeVar("_Result")
@@ -23,6 +24,22 @@ log = logging.getLogger(__name__)
 
 WITHHELD = "the device could not do this; its own log says why"
 """What the server reads of a failure that may depend on the device's data."""
+
+INTERRUPTED = "task-interrupted"
+"""Code of a failure in a task's process that may be the server's, see `may_be_of_server`."""
+
+_LACKING = frozenset(
+    {
+        *(errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    }
+)
+"""Numbers of errors of a system that has no memory, processes, open files or disk space left."""
+_NO_MEMORY = (
+    *("allocate memory", "out of memory", "not enough memory", "_ALLOC_FAILED"),
+    "can't start new thread",
+)
+"""What PyTorch and Python say then, in a plain `RuntimeError`."""
 
 
 class DetailsWithheld(IsthmusError):
@@ -40,18 +57,42 @@ def attempted(what: str, work: Callable[[], _Result]) -> _Result | None:
     """The result of work on the device's data, or None if it failed, which only the log tells.
 
     Raises:
-        DetailsWithheld: the process of the task ended, or this process lacks memory or another
-            resource. Zeros instead would let a server that can cause this, for example with many
-            large requests at once, choose whose updates are in a sum.
+        DetailsWithheld: the server may have caused the failure, see `may_be_of_server`. Zeros
+            instead would let it choose whose updates are in a sum.
     """
     try:
         return work()
-    except (TaskProcessEnded, MemoryError, OSError):  # those of the task's code are a TaskError
-        log.exception("%s failed", what)
-        raise DetailsWithheld from None
-    except Exception as error:  # noqa: BLE001 - it is logged, and must not reach the server
+    except Exception as error:
+        if may_be_of_server(error):
+            log.exception("%s failed", what)
+            raise DetailsWithheld from None
         _log_failure(f"{what} failed; this device takes part without effect", error)
         return None
+
+
+def may_be_of_server(error: BaseException) -> bool:
+    """Whether a server can cause a failure by what it asks, whatever the device's data are.
+
+    It can cancel the work, and have the memory, the processes or the disk space used up: with large
+    batches of its job, with many large requests at once, or by what it asked before.
+
+    >>> may_be_of_server(MemoryError()), may_be_of_server(TaskError("the row 7 is empty"))
+    (True, False)
+    """
+    if isinstance(error, OSError):  # those of the task's code are the cause of a TaskError
+        return True
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, (TaskInterrupted, MemoryError)) or _says_what_lacks(each):
+            return True
+        each = each.__cause__
+    return False
+
+
+def _says_what_lacks(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _LACKING
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
 
 
 @contextmanager

@@ -1,12 +1,18 @@
 """Where and in which precision a device trains."""
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from isthmus.errors import JobError, UserError
 from isthmus.job.federated import FederatedSection
 from isthmus_clients.commands import client
-from isthmus_clients.training.accelerator import Accelerators, check_choice, may_be_nvidia
+from isthmus_clients.training.accelerator import (
+    Accelerators,
+    Arithmetic,
+    check_choice,
+    may_be_nvidia,
+)
 from isthmus_simulation.devices.stacks.requirements import check_settings
 
 
@@ -45,6 +51,19 @@ def test_only_a_task_on_an_nvidia_device_may_use_its_driver():
         False,
         False,
     ]
+
+
+def test_a_device_without_a_compiler_opens_no_run_that_needs_one(monkeypatch):
+    """It would fail in each round, and a server would have chosen a device that gives zeros."""
+
+    def fail(inputs):
+        raise torch._dynamo.exc.BackendCompilerFailed(fail, RuntimeError("no g++"))
+
+    monkeypatch.setattr(torch, "compile", lambda model: fail)
+    arithmetic = Arithmetic("cpu", FederatedSection(compile=True))
+    with pytest.raises(UserError, match="needs a compiler, and that of this device failed"):
+        arithmetic.placed(torch.nn.Linear(2, 2))
+    assert Arithmetic("cpu", FederatedSection()).placed(model := torch.nn.Linear(2, 2)) is model
 
 
 def test_another_device_is_refused_at_the_start():

@@ -11,10 +11,11 @@ import threading
 import time
 from pathlib import Path
 
-from isthmus.errors import TaskError, UserError
+from isthmus.errors import IsthmusError, TaskError, TaskInterrupted, UserError
 from isthmus.system.memory_file import MemoryFile
 from isthmus.system.private_files import make_private_directory, remove_directory
 from isthmus.task import Participant
+from isthmus.task.code_digest import code_digest
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.worker import ReportProgress
@@ -62,6 +63,13 @@ class _Opened:
     personal: PersonalState | None = None
     process: TaskProcess | None = None
     examples: int | None = None
+    code: bytes = b""
+    """Digest of the task's code that the run was opened with, see `code_digest`."""
+
+    @property
+    def source(self) -> str:
+        """Where the code is."""
+        return self.run.job.task.source
 
 
 class ProcessHost:
@@ -165,11 +173,12 @@ class ProcessHost:
     def open(self, work: link_pb2.OpenRun) -> int:
         """Open a run in its process, see `TaskHost.open`; another stays in memory if it may."""
         opened = self._switch_to(work.run_id)
-        if opened is not None and opened.work != work:
+        if opened is not None and (opened.work != work or self._code_of(opened) != opened.code):
             _end(opened)
             opened = None
         if opened is None:
             opened = _Opened(work, ActiveRun.of(work, self._tasks))
+            opened.code = self._code_of(opened)
         # Another run may have taken the disk space of its states.
         key = states_key(work, self._settings.participant)
         controlled = opened.run.job.federated.control_variates is not None
@@ -372,11 +381,11 @@ class ProcessHost:
         """The open run.
 
         Raises:
-            TaskError: it was closed.
+            TaskInterrupted: it was closed.
         """
         opened = self._opened
         if opened is None:
-            raise TaskError("the run was closed")
+            raise TaskInterrupted("the run was closed")
         return opened
 
     def _ensure_process(self, opened: _Opened) -> TaskProcess:
@@ -387,6 +396,8 @@ class ProcessHost:
         """
         if opened.process is not None and not opened.process.ended:
             return opened.process
+        if self._code_of(opened) != opened.code:
+            raise TaskInterrupted("the code of the task was changed after the run was opened")
         scratch = Path(tempfile.mkdtemp(dir=self._scratch))
         start = None if self._weights is None else self._weights.place(opened.run.job)
         confinement = self._settings.confinement
@@ -409,6 +420,10 @@ class ProcessHost:
         opened.examples = examples
         return process
 
+    def _code_of(self, opened: _Opened) -> bytes:
+        """Digest of the code that a run's process would load now; empty for an app's."""
+        return b"" if opened.run.has_app else code_digest(opened.source, self._tasks)
+
     def _call(
         self,
         opened: _Opened,
@@ -416,7 +431,13 @@ class ProcessHost:
         memory: list[MemoryFile],
         progress: ReportProgress = lambda progress: None,
     ) -> link_pb2.Reply:
-        process = self._ensure_process(opened)
+        try:
+            process = self._ensure_process(opened)
+        except TaskInterrupted:
+            raise
+        except IsthmusError as error:
+            # Whether a process has to be started again follows from what the server did before.
+            raise TaskInterrupted(f"the run could not be opened again: {error}") from error
         handles = [each.handle for each in memory]
         request_id = request.id
         reply = process.call(

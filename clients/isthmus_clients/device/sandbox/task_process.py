@@ -17,7 +17,7 @@ from typing import IO
 
 from google.protobuf.message import DecodeError
 
-from isthmus.errors import TaskError, TaskProcessEnded
+from isthmus.errors import TaskError, TaskInterrupted, TaskProcessEnded
 from isthmus.printable import in_a_line
 from isthmus.system.channel import Channel, TooLarge
 from isthmus.system.forked_process import described
@@ -26,6 +26,7 @@ from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.sandbox.usage import disk_excess, excess, processes_of
+from isthmus_clients.training.withholding import INTERRUPTED
 
 log = logging.getLogger(__name__)
 
@@ -162,8 +163,9 @@ class TaskProcess:
         `cancelled` says whether the request was cancelled before `cancel` could know it.
 
         Raises:
-            TaskError: the request was cancelled, the task failed, or the process ended or sent
-                what it must not; in the last two cases it is ended.
+            TaskError: the task failed.
+            TaskInterrupted: the request was cancelled, the process lacks memory, or it ended or
+                sent what it must not; in the last two cases it is ended.
         """
         with self._lock:
             self._current = request.id
@@ -174,7 +176,7 @@ class TaskProcess:
             self._shared = (self._shared[1], given)
         try:
             if cancelled():
-                raise TaskError("the server no longer wants the update of this round")
+                raise TaskInterrupted("the server no longer wants the update of this round")
             with self._using, self._limited(limit):
                 try:
                     with self._sending:
@@ -191,7 +193,9 @@ class TaskProcess:
                     if reply.id != request.id:
                         raise self.misbehaved("it answered another request")
                     if reply.HasField("failure"):
-                        raise TaskError(in_a_line(reply.failure.reason))
+                        interrupted = reply.failure.code == INTERRUPTED
+                        kind = TaskInterrupted if interrupted else TaskError
+                        raise kind(in_a_line(reply.failure.reason))
                     return reply
         finally:
             with self._lock:

@@ -25,6 +25,7 @@ from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.sandbox.confinement import confine
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.task_host import InProcessHost, train_in
+from isthmus_clients.training.withholding import INTERRUPTED, may_be_of_server
 
 if TYPE_CHECKING:
     from isthmus_clients.training.local_run import DeviceRun
@@ -166,7 +167,8 @@ def _failure(error: Exception) -> link_pb2.Reply:
     if not isinstance(error, IsthmusError):
         reason = f"internal error: {type(error).__name__}: {reason}"
         details = "".join(traceback.format_exception(error))
+    code = INTERRUPTED if may_be_of_server(error) else ""
     with contextlib.suppress(Exception):  # the task may have closed it
         # For the owner: standard error is in the device's log, which gets the sentence too.
         print(details, end="", file=sys.stderr, flush=True)
-    return link_pb2.Reply(failure=link_pb2.Failure(reason=reason[:_MAX_REASON]))
+    return link_pb2.Reply(failure=link_pb2.Failure(reason=reason[:_MAX_REASON], code=code))

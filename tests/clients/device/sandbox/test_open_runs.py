@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.clients.device.sandbox.test_process_host import Device, opening, train
 
+from isthmus.errors import TaskInterrupted
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.device.owner_limits import OwnerLimits
@@ -42,6 +43,31 @@ def test_runs_that_their_owner_lets_open_keep_their_processes(tmp_path):
     finally:
         host.close()
         for process in processes.values():
+            process.wait()
+
+
+def test_a_run_goes_on_with_the_code_that_it_was_opened_with(tmp_path):
+    """The digest of the code on disk is what a device signs, also for a run that was kept."""
+    device = Device(tmp_path, limits=OwnerLimits(open_runs=2))
+    host, code = device.host, device.tasks / "task.py"
+    try:
+        host.open(opening())
+        first, update = host.process, train(host)[1]
+        host.open(opening(run_id="other"))
+        other = host.process
+        code.write_text(code.read_text().replace('self.settings.get("lr", 0.1)', "0.2"))
+        host.open(opening())
+        assert host.process is not first
+        assert train(host)[1] != update
+        code.write_text(code.read_text().replace("0.2", "0.3"))
+        last = host.process
+        last.kill("for the test")
+        last.wait()
+        with pytest.raises(TaskInterrupted, match="was changed after the run was opened"):
+            train(host)
+    finally:
+        device.close()
+        for process in (first, other):
             process.wait()
 
 

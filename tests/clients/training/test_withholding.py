@@ -1,0 +1,61 @@
+"""Which failures end in zeros in a secure sum: those that follow from the model and the data alone.
+
+Others, which a server can cause on devices of its choice, are told as one constant sentence.
+"""
+
+import errno
+
+import pytest
+import torch
+
+from isthmus.errors import JobError, TaskError, TaskInterrupted, TaskProcessEnded
+from isthmus.task import user_code
+from isthmus_clients.training.withholding import DetailsWithheld, attempted
+
+
+def in_the_task(error):
+    """As the code of a task raises it."""
+    with user_code("forward()"):
+        raise error
+
+
+def in_this_process(error):
+    raise error
+
+
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+OF_SERVER = {
+    "memory of Python": MemoryError(),
+    "memory of PyTorch": RuntimeError(NO_MEMORY),
+    "memory of an accelerator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+    "memory of a library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+    "threads": RuntimeError("can't start new thread"),
+    "open files": OSError(errno.EMFILE, "Too many open files"),
+    "disk space": OSError(errno.ENOSPC, "No space left on device"),
+    "cancelled": TaskInterrupted("the server no longer wants the update of this round"),
+}
+OF_DATA = {
+    "an exception of the task": ValueError("the patient is Ann"),
+    "an error of PyTorch": RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    "an unreadable file": FileNotFoundError(errno.ENOENT, "No such file or directory"),
+    "a loss that is not finite": TaskError("the loss of a is nan at step 3"),
+}
+
+
+@pytest.mark.parametrize("what", OF_SERVER)
+@pytest.mark.parametrize("place", [in_the_task, in_this_process])
+def test_what_a_server_can_cause_is_no_vector_of_zeros(what, place):
+    with pytest.raises(DetailsWithheld, match="the device could not do this"):
+        attempted("training", lambda: place(OF_SERVER[what]))
+
+
+@pytest.mark.parametrize("what", OF_DATA)
+def test_what_follows_from_model_and_data_is_a_vector_of_zeros(what):
+    assert attempted("training", lambda: in_the_task(OF_DATA[what])) is None
+
+
+def test_of_the_agent_itself_only_deliberate_errors_are_zeros():
+    assert attempted("training", lambda: in_this_process(JobError("too few examples"))) is None
+    for error in (TaskProcessEnded("it was killed"), OSError(errno.EIO, "the disk fails")):
+        with pytest.raises(DetailsWithheld):
+            attempted("training", lambda error=error: in_this_process(error))
