@@ -60,7 +60,10 @@ def score(
         work=own.hash,
     )
     name = work.models.sha256
-    attempt = sessions.propose(about, work.secure, name, purpose.hash, slots, start=start)
+    size = paired_scores.vector_size(len(candidates))
+    attempt = sessions.propose(
+        about, work.secure, name, purpose.hash, slots, size=size, start=start
+    )
     norm = paired_scores.centred_norm(len(work.candidates))
     run.check_measuring_noise(attempt.config, norm, sessions.rho(work.run_id))
     vector = attempted(
@@ -137,6 +140,7 @@ def evaluate(
         name,
         EvaluationPurpose(run.secure_purpose, work.group).hash,
         run.measuring_slots,
+        size=config.size,
         start=start,
         whole=0 if private else COUNT_LEVELS,
     )

@@ -315,6 +315,7 @@ class SecureSessions:
             origin.model,
             _purpose(run, work),
             run.update_slots(work),
+            size=run.result_layout(work).size,
             start=_start(run, work, origin),
             group=run.random_group(work.group),
         )
@@ -353,6 +354,7 @@ class SecureSessions:
         """`name`, `purpose` and `start` are those of the updates."""
         from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
         from isthmus_privacy.secagg.config import BIN_LEVELS
+        from isthmus_privacy.secagg.ranges import SIZE
 
         run.check_ranges_wanted()
         ranged = dataclasses.replace(
@@ -367,6 +369,7 @@ class SecureSessions:
             ranged_model(name),
             RangePurpose(purpose).hash,
             run.range_slots,
+            size=SIZE,
             start=ranged,
             selected=selected,
             whole=BIN_LEVELS,
@@ -482,6 +485,7 @@ class SecureSessions:
             name,
             purpose.hash,
             run.training_slots,
+            size=run.layout.size,
             start=own_start,
             selected=False,
         )
@@ -511,6 +515,7 @@ class SecureSessions:
         purpose: bytes,
         slots: Sequence[Slot],
         *,
+        size: int,
         start: StartModel,
         selected: bool = True,
         whole: int = 0,
@@ -524,6 +529,7 @@ class SecureSessions:
             name: of the model that came with it, or of what takes its place.
             purpose: hash of the requested work, see `isthmus_privacy.purpose`.
             slots: the figures that this device gives for such a request.
+            size: number of elements of the vector that this device gives for it.
             start: model and vector of the device, which remembers them.
             selected: False for a full buffer, whose devices are those that finished first.
             whole: levels of the whole numbers that this device sends in place of an update, see
@@ -538,6 +544,7 @@ class SecureSessions:
 
         from isthmus_clients.training.secure import SecureParticipation
 
+        self.read_config(config).check_size(size)
         torch.set_num_threads(self._threads)
         self._current = None
         try:

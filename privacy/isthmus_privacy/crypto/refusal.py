@@ -34,6 +34,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "config-values-wrap",
     "config-slots-wrap",
     "config-slots-differ",
+    "config-size-differs",
     "config-elements-differ",
     "noise-malformed",
     "noise-with-figures",
@@ -71,6 +72,8 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "participation-limit",
     "epsilon-limit",
     # client: what training costs its own examples
+    "examples-of-another-job",
+    "examples-asked-too-often",
     "examples-beyond-the-jobs-budget",
     "examples-beyond-the-owners-limit",
     # client: the roster

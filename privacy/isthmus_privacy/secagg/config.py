@@ -309,6 +309,23 @@ class RoundConfig(Message):
                 alone=not (self.whole or self.slots) and self.weight_max == 1,
             )
 
+    def check_size(self, size: int) -> None:
+        """Refuse a configuration of a longer or shorter vector than the client gives.
+
+        Zeros would be given in its place, whatever memory these take.
+
+        Args:
+            size: elements of the client's vector.
+
+        Raises:
+            PeerMisbehaved: the numbers differ.
+        """
+        if self.size != size:
+            refusal.refuse(
+                "config-size-differs",
+                f"a vector of {self.size} elements is wanted, and this device gives one of {size}",
+            )
+
     def check_form(self, expected: Sequence[Slot], *, whole: int) -> None:
         """Refuse a configuration with other figures or elements than the client gives.
 

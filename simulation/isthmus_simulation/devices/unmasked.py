@@ -171,6 +171,7 @@ class UnmaskedSessions(SecureSessions):
         purpose: bytes,
         slots: Sequence[Slot],
         *,
+        size: int,
         start: StartModel,
         selected: bool = True,
         whole: int = 0,

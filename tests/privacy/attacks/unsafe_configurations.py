@@ -96,6 +96,11 @@ def a_count_that_the_client_does_not_give():
     make_config(slots=slots).check_form(TRAINING_SLOTS, whole=0)
 
 
+@expect_refusal("config-size-differs")
+def a_vector_that_takes_all_memory():
+    make_config(size=1 << 30).check_size(4)
+
+
 @expect_refusal("config-elements-differ")
 def an_update_in_place_of_counts():
     make_config(slots=SCORING_SLOTS).check_form(SCORING_SLOTS, whole=COUNT_LEVELS)

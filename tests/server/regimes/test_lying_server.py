@@ -109,6 +109,28 @@ async def test_devices_refuse_a_second_sum_of_a_model_without_one_of_them(server
     assert {receipt.status for receipt in second.values()} == {"accepted"}
 
 
+async def test_a_device_makes_no_vector_of_another_size_than_the_models(server):
+    """Not even zeros, whose number of elements the server would choose."""
+    opening = server.run.opening(server.run.job)
+    context = FederatedContext(server.link, server.run.job, opening, LAYOUT, server.run.directory)
+    blob = server.published(torch.zeros(LAYOUT.size))
+    config = RoundConfig(
+        run_id="run",
+        round=1,
+        attempt=1,
+        model_hash=blob.sha256,
+        purpose=TrainingPurpose(context.purpose).hash,
+        size=1 << 30,
+        slots=TRAINING_SLOTS,
+        **margins(context, server.run.job.federated),
+    )
+    work = link_pb2.TrainLocal(
+        run_id="run", round=1, attempt=1, model=blob, secure=config.to_bytes()
+    )
+    reply = await server.ask(VICTIM, train_local=work)
+    assert reply.failure.code == "config-size-differs"
+
+
 # -- kept updates of a buffer ----------------------------------------------------------------------
 
 BUFFERED = {"federated.mode": "buffered", "federated.buffer": {"max_staleness": 2}}
