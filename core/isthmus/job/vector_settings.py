@@ -11,6 +11,13 @@ one counts until somebody has thought about it.
 True
 >>> vector_settings(parse_job(text, ["federated.max_examples=50"])) == first
 False
+
+The order of settings that a task has given names itself counts: its code may go through them.
+
+>>> orders = ("{cap=1, drop=2}", "{drop=2, cap=1}")
+>>> first, second = (vector_settings(parse_job(text, [f"task.settings={each}"])) for each in orders)
+>>> first == second
+False
 """
 
 from __future__ import annotations
@@ -66,19 +73,23 @@ _OF_SELECTION = {
 
 
 def vector_settings(job: Job) -> str:
-    """The settings as canonical JSON, without those that have their default."""
+    """The settings as JSON, without those that have their default.
+
+    Tables are in the order in which a job defines their keys, whatever that of its file is.
+    """
     table: dict[str, Any] = job.model_dump(mode="json", exclude_defaults=True)
     for key in _OF_SERVER:
         table.pop(key, None)
     for name, keys in _OF_SELECTION.items():
-        table[name] = {key: value for key, value in table.get(name, {}).items() if key not in keys}
+        others = {key: value for key, value in table.pop(name, {}).items() if key not in keys}
+        table[name] = others  # after all others, in every job
     # The length of the run counts by its schedule of the learning rate, and by what its noise is
     # made for.
     if job.privacy is None and job.federated.privacy is None:
         table.pop("rounds", None)
     if job.learning_rate.needs_total:
         table["schedule_steps"] = job.schedule_steps
-    return _canonical(table)
+    return _written(table)
 
 
 def statistics_settings(job: Job) -> str:
@@ -87,8 +98,8 @@ def statistics_settings(job: Job) -> str:
     Not what anything else depends on that a server may ask in a run that collects them.
     """
     table: dict[str, Any] = job.model_dump(mode="json", exclude_defaults=True)
-    return _canonical({"task": table["task"], "statistics": True})
+    return _written({"task": table["task"], "statistics": True})
 
 
-def _canonical(table: dict[str, Any]) -> str:
-    return json.dumps(table, sort_keys=True, separators=(",", ":"))
+def _written(table: dict[str, Any]) -> str:
+    return json.dumps(table, separators=(",", ":"))

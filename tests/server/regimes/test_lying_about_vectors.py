@@ -114,6 +114,30 @@ async def test_one_model_is_summed_in_one_encoding(attempts, changes):
     await attempts.sum()  # the first encoding is still given
 
 
+IN_ORDER = """
+def local_data(self, participant):
+    inputs, target = rows(20, seed=sum(participant.name.encode())).tensors
+    for rule, limit in self.settings["rules"].items():
+        inputs = inputs.clamp(max=limit) if rule == "cap" else inputs.where(inputs < limit, 0.0)
+    return TensorDataset(inputs, target)
+"""
+
+
+async def test_the_order_of_a_tasks_settings_is_one_of_them(attempts, server, write_task):
+    """The hash of the job is the same for all devices of a sum, and another in the next one."""
+    write_task(IN_ORDER)
+    changes = [{"task.settings": {"rules": dict(rules)}} for rules in (RULES, RULES[::-1])]
+    jobs = [with_changes(server.run.job, each) for each in changes]
+    await attempts.open(jobs[0])
+    await attempts.sum()
+    await attempts.open(jobs[1])
+    assert all(SENTENCE in reason for reason in await attempts.refused())
+    await attempts.open(jobs[0])
+    await attempts.sum()
+
+
+RULES = [("cap", 1.5), ("drop", 1.5)]
+
 JOBS = {
     "max_examples": {"federated.max_examples": 10},
     "clip": {"federated.clip": 0.001, "federated.max_clipped": 1.0},
