@@ -482,7 +482,10 @@ class ActiveRun:
         if self.job.federated.privacy is None:
             return self
         try:
-            plan = DeviceExamplesPlan.of(self.job.federated, self.job.rounds, examples)
+            # Otherwise the server would choose how often each device trains until it gives zeros.
+            plan = DeviceExamplesPlan.of(
+                self.job.federated, self.job.rounds, examples, whole=withheld
+            )
         except JobError as error:
             if not withheld:
                 raise

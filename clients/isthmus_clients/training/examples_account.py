@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 LEDGER_NAME = "examples.ledger"
 _HEAD_NAME = "examples.head"
 _POPULATION = "this-device"
+_WHAT = "training"
+"""What charges of earlier versions are for, which do not name the job's settings."""
 
 
 class ExamplesAccount:
@@ -75,7 +77,7 @@ class ExamplesAccount:
             run=run,
             round=round_,
             attempt=attempt,
-            what="training",
+            what=_what(plan),
         )
         try:
             charges = list(self._charges())
@@ -103,10 +105,27 @@ class ExamplesAccount:
         )
 
     def _check(self, plan: DeviceExamplesPlan, run: str, charges: list[Charge]) -> None:
-        """Refuse a participation that would exceed a budget, in sentences without its numbers."""
+        """Refuse a participation that would exceed a budget, in sentences without its numbers.
+
+        What follows from the job and from how often the server has asked is refused first: of the
+        rest it may not know.
+        """
         privacy = plan.privacy
         after = [plan.event]
+        if any(each.run == run and each.what not in (_WHAT, _what(plan)) for each in charges):
+            refusal.refuse(
+                "examples-of-another-job",
+                "this device has trained in this run for a job with another budget or other steps "
+                "(federated.privacy), and a run has one; go on with that job, or start a new run",
+            )
         of_run = [_event(each) for each in charges if each.run == run]
+        if len(of_run) >= plan.participations:
+            refusal.refuse(
+                "examples-asked-too-often",
+                f"this device has trained {len(of_run)} times in this run, and once more would "
+                f"exceed the {plan.participations} participations for which the budget of its "
+                "examples is made (federated.privacy)",
+            )
         if epsilon_of_steps(of_run + after, privacy.delta) > privacy.epsilon:
             refusal.refuse(
                 "examples-beyond-the-jobs-budget",
@@ -145,8 +164,8 @@ class RunAccount:
     def charge(self, round_: int, attempt: int) -> bool:
         """Charge one participation; False if it may not be trained, and the server is not to know.
 
-        With noise that the job sets, how often its budget lets a device train depends on its number
-        of examples: two rounds each of a few jobs would tell it.
+        The number of a device's examples is in it where they have changed during a run: with other
+        noise before, its budget may be spent earlier.
 
         Raises:
             PeerMisbehaved: see `ExamplesAccount.charge`.
@@ -177,6 +196,10 @@ def spent_of(directory: Path, delta: float) -> tuple[float, dict[str, tuple[int,
         charges.setdefault(entry.charge.run, []).append(entry.charge)
     runs = {run: (len(each), _epsilon(each, delta)) for run, each in charges.items()}
     return _epsilon([charge for each in charges.values() for charge in each], delta), runs
+
+
+def _what(plan: DeviceExamplesPlan) -> str:
+    return f"{_WHAT} {plan.settings}"
 
 
 def _event(charge: Charge) -> SampledGaussian:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from typing import TYPE_CHECKING, Self
 
 from isthmus.errors import JobError
@@ -30,6 +31,7 @@ ZERO_OUT = "zero-out"
 """How neighbouring data sets differ: the example's gradients are zeros in one of them."""
 
 _SMALLEST_NOISE = 2.0**-7
+_NAME_DIGITS = 16
 _PRECISION = 1.0005
 """Factor by which the noise may be above the least."""
 
@@ -47,15 +49,20 @@ class DeviceExamplesPlan:
     """Probability with which an example is in a step."""
     steps: int
     """Local steps of one participation."""
+    settings: str = ""
+    """Names what the job says of all this, which is the same for all devices."""
 
     @classmethod
-    def of(cls, settings: FederatedSection, rounds: int, examples: int) -> Self:
+    def of(
+        cls, settings: FederatedSection, rounds: int, examples: int, *, whole: bool = False
+    ) -> Self:
         """The plan of a device.
 
         Args:
             settings: with `privacy`.
             rounds: of the job.
             examples: of this device.
+            whole: whether the budget must allow all participations, also with noise of the job.
 
         Raises:
             JobError: a batch is larger than the data, delta is too large for so few examples, no
@@ -80,12 +87,23 @@ class DeviceExamplesPlan:
                     f"than {LARGEST_NOISE:g} times the clipping bound; raise epsilon, or lower "
                     "batch_size, participations or the local steps"
                 )
-        plan = cls(privacy, participations, multiplier, probability, steps)
+        said = (privacy.model_dump_json(), settings.batch_size, settings.local_steps)
+        said += (settings.local_epochs, participations)
+        name = hashlib.sha256(repr(said).encode()).hexdigest()[:_NAME_DIGITS]
+        plan = cls(privacy, participations, multiplier, probability, steps, name)
         if plan.epsilon(1) > privacy.epsilon:
             raise JobError(
                 f"federated.privacy.noise={multiplier:g} is too little: a single participation of "
                 f"{steps} steps has an epsilon of {plan.epsilon(1):.4g}, above {privacy.epsilon:g} "
                 f"at delta={privacy.delta:g}; raise noise or epsilon, or remove noise"
+            )
+        if whole and plan.epsilon(participations) > privacy.epsilon:
+            raise JobError(
+                f"federated.privacy.noise={multiplier:g} is too little for {participations} "
+                f"participations of {steps} steps, which have an epsilon of "
+                f"{plan.epsilon(participations):.4g}, above {privacy.epsilon:g} at "
+                f"delta={privacy.delta:g}; raise noise or epsilon, lower participations, or remove "
+                "noise"
             )
         return plan
 
@@ -107,7 +125,8 @@ def check_device_examples(job: Job) -> None:
     """
     privacy = job.federated.privacy
     if privacy is not None and privacy.examples is not None:
-        DeviceExamplesPlan.of(job.federated, job.rounds, privacy.examples)
+        withheld = job.federated.secure_aggregation
+        DeviceExamplesPlan.of(job.federated, job.rounds, privacy.examples, whole=withheld)
 
 
 @functools.lru_cache(maxsize=64)

@@ -34,8 +34,8 @@ class DeviceAvailability:
         """Attempts that each device was asked to train in."""
         examples = job.federated.privacy
         self._most_asked: int | None = None
-        """After which a device would refuse to train; None if only devices know."""
-        if examples is not None and examples.noise is None:
+        """After which a device would refuse to train; None for no limit."""
+        if examples is not None:
             self._most_asked = examples.most_participations(job.rounds)
         self.attendance = Attendance(job.federated)
         unlimited = privacy is None and self._most_asked is None

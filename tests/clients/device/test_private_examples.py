@@ -161,16 +161,33 @@ async def test_opening_runs_does_not_tell_how_many_examples_there_are(
 async def test_the_end_of_a_budget_does_not_tell_how_many_examples_there_are(
     opening, tmp_path, caplog
 ):
-    """With noise that a server chooses, devices with fewer examples may train less often."""
+    """With noise that a server chooses, devices with fewer examples might train less often.
+
+    They do not train at all: a server would else have all but one spend their budgets, and the sum
+    of all would be the update of that one.
+    """
     table = FederatedPrivacy(epsilon=5, delta=1e-3, participations=1)
     settings = FederatedSection(batch_size=5, local_steps=3, privacy=table)
     noise = DeviceExamplesPlan.of(settings, rounds=9, examples=20).multiplier
     request = opening(*SUMMED, f"federated.privacy.noise={noise}")
     device = of_an_owner(tmp_path)
     await device.work(request, None, None)
-    for trains in (True, False):
+    for _ in range(3):
         reply, _ = await train(device, keep=True)
         assert reply.trained == link_pb2.Trained()
-        assert (device._secure._kept.result is not None) == trains
-    assert spent_of(tmp_path / "state", 1e-3)[1]["run"][0] == 1
-    assert "without effect: this device has trained 1 times in this run" in caplog.text
+        assert device._secure._kept.result is None
+    assert not (tmp_path / "state").exists()
+    assert "without effect: federated.privacy.noise=" in caplog.text
+
+
+async def test_a_device_that_is_asked_more_often_than_the_job_says_refuses(opening, tmp_path):
+    """The server knows how often; zeros would let it choose which devices give them."""
+    request = opening(*SUMMED)
+    device = of_an_owner(tmp_path)
+    await device.work(request, None, None)
+    for _ in range(2):
+        await train(device, keep=True)
+        assert device._secure._kept.result is not None
+    with pytest.raises(PeerMisbehaved, match="exceed the 2 participations") as refused:
+        await train(device, keep=True)
+    assert refused.value.code == "examples-asked-too-often"

@@ -14,14 +14,14 @@ from isthmus_clients.training.examples_account import ExamplesAccount, spent_of
 from isthmus_privacy.dp.ledger import LedgerDamaged
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 
-BUDGET = r"^this device has trained 3 times in this run, and once more would exceed an epsilon of 5"
+BUDGET = r"^this device has trained 3 times in this run, and once more would exceed the 3 particip"
 OWNERS = r"training of all runs would exceed an epsilon of .* \(\[privacy\] examples_epsilon"
 
 
-def plan_of(participations=3, **privacy):
+def plan_of(participations=3, examples=64, **privacy):
     table = FederatedPrivacy(epsilon=5, delta=1e-3, participations=participations, **privacy)
     settings = FederatedSection(batch_size=16, local_steps=10, privacy=table)
-    return DeviceExamplesPlan.of(settings, rounds=9, examples=64)
+    return DeviceExamplesPlan.of(settings, rounds=9, examples=examples)
 
 
 @pytest.fixture(params=["on disk", "in memory"])
@@ -35,21 +35,27 @@ def test_no_more_participations_than_the_noise_is_made_for(account):
         account.charge(plan, "run", 1, attempt)
     with pytest.raises(PeerMisbehaved, match=BUDGET) as refused:
         account.charge(plan, "run", 2, 1)
-    assert refused.value.code == "examples-beyond-the-jobs-budget"
+    assert refused.value.code == "examples-asked-too-often"
     account.charge(plan, "another run", 1, 1)  # has a budget of its own
 
 
 def test_another_number_of_examples_is_added_up(account):
-    account.charge(plan_of(1), "run", 1, 1)
-    with pytest.raises(PeerMisbehaved, match="trained 1 times in this run"):
-        account.charge(plan_of(), "run", 2, 1)
+    """As where data were added while a run goes on."""
+    noise = plan_of(1).multiplier
+    account.charge(plan_of(2, noise=noise), "run", 1, 1)
+    with pytest.raises(PeerMisbehaved, match="trained 1 times in this run") as refused:
+        account.charge(plan_of(2, examples=66, noise=noise), "run", 2, 1)
+    assert refused.value.code == "examples-beyond-the-jobs-budget"
 
 
-def test_a_participation_of_less_noise_is_counted_as_what_it_was(account):
+@pytest.mark.parametrize("other", [{"participations": 4}, {"noise": 9.0}])
+def test_a_run_has_one_budget(account, other):
     """The server opens the run again, with another job."""
     account.charge(plan_of(), "run", 1, 1)
-    with pytest.raises(PeerMisbehaved, match="trained 1 times in this run"):
-        account.charge(plan_of(noise=plan_of(1).multiplier), "run", 1, 2)
+    with pytest.raises(PeerMisbehaved, match="for a job with another budget") as refused:
+        account.charge(plan_of(**other), "run", 1, 2)
+    assert refused.value.code == "examples-of-another-job"
+    account.charge(plan_of(), "run", 1, 2)
 
 
 def test_the_owners_limit_is_for_all_runs_together(tmp_path):

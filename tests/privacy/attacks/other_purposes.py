@@ -327,24 +327,37 @@ def a_gradient_next_to_a_private_update():
     private_run("gaussian").check_privacy(make_config(size=8), 0.0)
 
 
-def train_twice(**owner):
-    """Rounds of a job whose noise is made for one participation of each device."""
-    privacy = FederatedPrivacy(epsilon=5, delta=1e-3, participations=1)
-    settings = FederatedSection(batch_size=16, local_steps=10, privacy=privacy)
-    plan = DeviceExamplesPlan.of(settings, rounds=9, examples=64)
+def plan_of(participations=1, **privacy):
+    table = FederatedPrivacy(epsilon=5, delta=1e-3, participations=participations, **privacy)
+    settings = FederatedSection(batch_size=16, local_steps=10, privacy=table)
+    return DeviceExamplesPlan.of(settings, rounds=9, examples=64)
+
+
+def train_twice(*plans, runs=("run", "run"), **owner):
     account = ExamplesAccount(None, **owner)
-    for number in (1, 2):
-        account.charge(plan, f"run {number}" if owner else "run", number, 1)
+    for number, (plan, run) in enumerate(zip(plans, runs, strict=True)):
+        account.charge(plan, run, number, 1)
+
+
+@expect_refusal("examples-asked-too-often")
+def more_training_than_the_noise_of_a_device_was_made_for():
+    train_twice(plan_of(), plan_of())
 
 
 @expect_refusal("examples-beyond-the-jobs-budget")
-def more_training_than_the_noise_of_a_device_was_made_for():
-    train_twice()
+def more_training_than_noise_of_the_job_allows():
+    plan = plan_of(2, noise=plan_of().multiplier)
+    train_twice(plan, plan)
+
+
+@expect_refusal("examples-of-another-job")
+def a_run_that_is_opened_again_with_another_budget():
+    train_twice(plan_of(2), plan_of(3))
 
 
 @expect_refusal("examples-beyond-the-owners-limit")
 def more_runs_than_the_owner_allows_the_examples():
-    train_twice(epsilon=6.0, delta=1e-3)
+    train_twice(plan_of(), plan_of(), runs=("a", "b"), epsilon=6.0, delta=1e-3)
 
 
 @expect_refusal("codec-differs")

@@ -45,6 +45,7 @@ from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.residuals import Residuals
 from isthmus_clients.training.example_order import local_seed
+from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_clients.training.history_log import _decode, _encode
 from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_clients.training.secure import Credentials, encode_repeatably
@@ -345,7 +346,7 @@ class Given:
         Elements that say the same of all devices are one.
         """
         config = self.config
-        if not self.examples:
+        if not self.examples or self._is_zero():
             return {}
         if self.origin is not None:
             return {"counts": (self.origin, Fraction(1))}
@@ -374,6 +375,11 @@ class Given:
             few = self.examples <= config.weight_max
             elements["weight"] = (("examples",), Fraction(1)) if few else None
         return elements
+
+    def _is_zero(self) -> bool:
+        """Whether it is that of a device without a usable vector, where no figure says so."""
+        values = self.values if self.origin is None else self.origin[1:]  # type: ignore[index]
+        return not any(values)
 
     def _comparisons(self, device: str) -> dict[str, tuple[Hashable, Fraction] | None]:
         """With few levels and a rounding that the server knows: a comparison for each element.
@@ -515,6 +521,7 @@ class Device:
         self._group = group
         self._states = PersonalStates(tasks.parent / "states" / str(next(_devices)))
         self._residuals = Residuals(None)
+        self._account = ExamplesAccount(None)
         self._disk: list[Entry] = []
         """Entries of the history's log."""
         self._killed_at: tuple[int, bool] | None = None
@@ -532,6 +539,7 @@ class Device:
             tasks=self._tasks,
             group=self._group,
             states=self._states,
+            account=self._account,
         )
         credentials = copy.copy(_template(self.name))
         entries = [_decode(_encode(entry)) for entry in essential(self._disk)]

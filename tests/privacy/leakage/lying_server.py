@@ -74,7 +74,6 @@ from isthmus_privacy.slots import (
     COMPRESSED_SLOTS,
     MEASURING_SLOTS,
     SCORING_SLOTS,
-    TRAINING_SLOTS,
 )
 
 _T = TypeVar("_T")
@@ -135,6 +134,14 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "federated.frozen_dtype=bfloat16",
         "federated.clip=4.0",
         "federated.max_examples=72",
+    ),
+    "protected": (
+        "federated.privacy.epsilon=50",
+        "federated.privacy.delta=1e-3",
+        "federated.privacy.participations=2",
+        "federated.local_steps=3",
+        "federated.batch_size=2",
+        "federated.clip=4.0",
     ),
     "statistics": ("statistics.collect=true",),
 }
@@ -643,7 +650,8 @@ class Training(Attempt):
     def updates(self, name: bytes, purpose: bytes) -> RoundConfig:
         """The configuration of a sum of updates."""
         plan = self.plan
-        federated = self.job.job.federated
+        run = self.job.active(plan.run_id)
+        federated = run.job.federated
         # Devices refuse what the job does not say, and other numbers than ranges give.
         clip = plan.clip if federated.clip is None else federated.clip
         config = RoundConfig(
@@ -651,9 +659,9 @@ class Training(Attempt):
             model_hash=name,
             purpose=purpose,
             size=LAYOUT.size * (2 if plan.scale else 1),
-            slots=MEASURING_SLOTS if plan.scale else TRAINING_SLOTS,
+            slots=MEASURING_SLOTS if plan.scale else run.training_slots,
             clip=clip,
-            weight_max=federated.max_examples or plan.weight_max,
+            weight_max=federated.largest_weight or plan.weight_max,
             levels=plan.levels,
         )
         if federated.compression is None or plan.scale:

@@ -9,9 +9,10 @@ them in the same way. Over a field of 2**61 - 1 elements it has no combination t
 honest devices than one sum.
 
 *Covered*: sums of updates in plain, low-rank, compressed, buffered and personal jobs, with a base
-in bfloat16, with gradients, by group, after ranges; ranges; evaluations; comparisons; statistics. Several runs and
-jobs that differ in any setting, each of which matters to some devices and not to others; positions,
-encodings, models, rounds, repeated attempts; other requests to one device; devices that restart,
+in bfloat16, with protected examples, with gradients, by group, after ranges; ranges; evaluations;
+comparisons; statistics. Several runs and jobs that differ in any setting, each of which matters to
+some devices and not to others; positions, encodings, models, rounds, repeated attempts; other
+requests to one device; devices that restart,
 are lost at every step, or are killed just before or after they record one; other sets of share
 owners and survivors for some; one device that cooperates with the server.
 
@@ -228,6 +229,10 @@ MUTATIONS = {
     "another vector of the devices that were not asked for shares": (
         forgetting_what_was_masked,
         Repertoire(("plain",), UPDATES, (), ("nothing", "round"), ()),
+    ),
+    "training of some devices before, which have spent their budgets then": (
+        lambda: disabled("examples-asked-too-often"),
+        Repertoire(("protected",), UPDATES, (), ("model", "round", "alone", "devices"), ()),
     ),
     "another model before, by which a device with a base in bfloat16 does not fail": (
         failing_by_what_was_asked_first,

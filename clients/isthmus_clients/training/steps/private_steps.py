@@ -40,6 +40,7 @@ class PrivateSteps:
         device: torch.device,
         *,
         checked: bool = False,
+        withheld: bool = False,
     ) -> None:
         """Find the noise, from the number of examples of this device.
 
@@ -50,6 +51,7 @@ class PrivateSteps:
             job: with `federated.privacy`.
             device: of the computation.
             checked: whether the model was compared on another device's examples.
+            withheld: whether the server is not to know if the job's noise fits.
 
         Raises:
             TaskError: the task or a layer of the model mixes examples.
@@ -58,7 +60,9 @@ class PrivateSteps:
         check_task(task, data.dataset, TABLE)
         check_layers(model.train(), TABLE)
         settings = job.federated
-        self.plan = plan = DeviceExamplesPlan.of(settings, job.rounds, data.examples)
+        self.plan = plan = DeviceExamplesPlan.of(
+            settings, job.rounds, data.examples, whole=withheld
+        )
         """The noise of this device."""
         self.watch: Callable[[torch.Tensor], None] | None = None
         """Told of the sum (N, float64) of each step with its noise: an audit of privacy has it."""
