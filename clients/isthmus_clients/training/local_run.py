@@ -5,7 +5,9 @@ Shape legend: N = float32 elements of the exchange set.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
 import logging
 import math
 import time
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from isthmus.errors import JobError, TaskError, UserError
+from isthmus.errors import JobError, TaskError, TaskInterrupted, UserError
 from isthmus.job import Job, read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
@@ -28,6 +30,7 @@ from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers
 from isthmus.task.scoring import Averages, build_same_model, build_small_model
 from isthmus.task.scoring.frozen_form import FrozenForm, LossDifference
+from isthmus.task.scoring.host_generators import seeded
 from isthmus.task.scoring.recomputation import recompute_blocks
 from isthmus.tensors.division import Division
 from isthmus.tensors.exchange_set import TensorLayout
@@ -76,7 +79,7 @@ def _build(
 
 def _check_wanted(stopped: Callable[[], bool]) -> None:
     if stopped():
-        raise TaskError("the server no longer wants the update of this round")
+        raise TaskInterrupted("the server no longer wants the update of this round")
 
 
 class DeviceRun:
@@ -152,9 +155,10 @@ class DeviceRun:
 
     def _open_data(self, *, checked: bool) -> None:
         device = self._arithmetic.device
-        self.data = LocalData(
-            self.task, self.participant, self.job, device, withheld=self._withheld
-        )
+        with self._own_numbers():
+            self.data = LocalData(
+                self.task, self.participant, self.job, device, withheld=self._withheld
+            )
         self.dataset = self.data.dataset
         self.examples = self.data.examples
         self._private: PrivateSteps | None = None
@@ -164,7 +168,13 @@ class DeviceRun:
         if self.job.federated.privacy is not None:
             try:
                 self._private = PrivateSteps(
-                    self.task, self.model, self.data, self.job, device, checked=checked
+                    self.task,
+                    self.model,
+                    self.data,
+                    self.job,
+                    device,
+                    checked=checked,
+                    withheld=self._withheld,
                 )
             except JobError as error:
                 if not self._withheld:
@@ -199,6 +209,15 @@ class DeviceRun:
         """Layout of what stays on the device between rounds; empty for nothing."""
         controlled = self.job.federated.control_variates is not None
         return self.layout if controlled else self.personal
+
+    def _own_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the task's code draws the same random numbers each time on this device.
+
+        So it splits its data in the same way when the run is opened again, which a server can ask
+        of one device, and a model that draws in evaluation has the same score.
+        """
+        seed = hashlib.sha256(f"isthmus/data/{self.participant.name}".encode()).digest()
+        return seeded(int.from_bytes(seed[:4], "little"))
 
     def seed_of(self, round_: int) -> bytes:
         """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
@@ -517,9 +536,10 @@ class DeviceRun:
         first = self.layout.decode(models[0])
         self._load(first, personal)
         too_different = self._measure_form(0, first, personal)
-        scores = score_each(
-            self.task, self.model, self.layout, self.dataset, size, models, candidates
-        )
+        with self._own_numbers():
+            scores = score_each(
+                self.task, self.model, self.layout, self.dataset, size, models, candidates
+            )
         self._structure.check(self.model)
         if too_different is not None:
             raise too_different
@@ -538,9 +558,10 @@ class DeviceRun:
         """
         check_measured(self.job, "counts of an evaluation")
         if self.job.statistics.collect:
-            return link_pb2.Counted(counts=self.data.statistics(self.participant))
+            with self._own_numbers():
+                return link_pb2.Counted(counts=self.data.statistics(self.participant))
         if self._validation is None:
-            with user_code("validation_data()"):
+            with self._own_numbers(), user_code("validation_data()"):
                 self._validation = self.task.validation_data(self.participant)
         if self._validation is None:
             raise TaskError(f"validation_data() of {self.participant.name} returned None")
@@ -549,7 +570,8 @@ class DeviceRun:
         too_different = self._measure_form(round_, start, personal)
         self._fine_tune(round_, start)
         vector = evaluation_vector(self.job, self.task)
-        counts = vector.measure(self.model, self._validation, self.job.evaluation.batch_size)
+        with self._own_numbers():
+            counts = vector.measure(self.model, self._validation, self.job.evaluation.batch_size)
         self._structure.check(self.model)
         if too_different is not None:
             raise too_different

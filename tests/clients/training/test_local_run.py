@@ -76,6 +76,40 @@ def test_training_leaves_the_random_state_alone(open_run):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+DRAWS = """
+def model(self):
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.randn(len(x), 3)
+    return Drawing(4, 3)
+
+def split(self, first, last):
+    import random
+    order = random.sample(range(20), 20)
+    return torch.utils.data.Subset(rows(20, seed=1), order[first:last])
+
+def local_data(self, participant):
+    return self.split(0, 15)
+
+def validation_data(self, participant):
+    return self.split(15, 20)
+"""
+
+
+def test_what_a_task_draws_for_its_data_and_in_evaluation_is_the_same_each_time(open_run):
+    """A server can have one device open a run again, and have it measure a model twice."""
+    run, again = (open_run(methods=DRAWS) for _ in range(2))
+    assert run.dataset.indices == again.dataset.indices
+    assert run.dataset.indices != open_run(methods=DRAWS, name="b").dataset.indices
+    payload = run.layout.encode(build_start(run))
+    scores = run.score(payload, [[0]])
+    counts = run.evaluate(1, payload).counts
+    train(run)
+    assert run.score(payload, [[0]]) == scores
+    assert run.evaluate(2, payload).counts == counts == again.evaluate(1, payload).counts
+    assert set(run.dataset.indices).isdisjoint(run._validation.indices)
+
+
 @pytest.mark.parametrize(
     ("overrides", "steps", "examples"),
     [
@@ -328,7 +362,8 @@ def test_layers_compute_in_the_precision_of_the_job(open_run, precision):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own modules
 def test_a_compiled_model_trains_as_another_does(open_run):
     expected = train(open_run("federated.local_steps=2"))[0]
-    run = open_run("federated.local_steps=2", "federated.compile=true")
+    with torch.compiler.set_stance("force_eager"):
+        run = open_run("federated.local_steps=2", "federated.compile=true")
     assert run._trained is not run.model
     with torch.compiler.set_stance("force_eager"):  # the compiler would take long
         assert torch.equal(train(run)[0], expected)

@@ -8,7 +8,8 @@ vector a sum is, or subtract two sums of the same devices.
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.server.regimes.lying_server import VICTIM, LyingServer
+from tests.privacy.mutation import disabled
+from tests.server.regimes.lying_server import OTHERS, VICTIM, LyingServer
 from tests.server.regimes.secure_run import LAYOUT, OwnedRun
 from tests.server.regimes.test_lying_about_vectors import Attempts
 
@@ -18,6 +19,7 @@ from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.requests import fingerprint_messages
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
+from isthmus_server.regimes.base import AttemptFailed
 
 FROZEN_BASE = """
 def model(self):
@@ -125,3 +127,63 @@ async def test_a_server_does_not_choose_which_devices_fail_by_a_base_in_bfloat16
         return
     difference = 5 * whole.pseudo_gradient.double() - 4 * again.pseudo_gradient.double()
     torch.testing.assert_close(difference, updates[1].double(), rtol=0, atol=1e-5)
+
+
+DRAWN = """
+def local_data(self, participant):
+    import random
+    data = rows(20, seed=sum(participant.name.encode()))
+    return torch.utils.data.Subset(data, random.sample(range(20), 10))
+"""
+
+
+async def test_a_server_does_not_have_the_data_of_one_device_drawn_anew(
+    network, make_job, write_task, tmp_path
+):
+    """A task may split its data without a seed, and any device can be asked to open a run again."""
+    write_task(DRAWN)
+    await network.listen()
+    run = OwnedRun(network, make_job(*SECURE, "federated.max_examples=20"), tmp_path)
+    await run.open()
+    server = LyingServer(run)
+    attempts = Attempts(server)
+    whole = await attempts.sum(round_=1, model=1.0)
+    await server.open(VICTIM, run.job)
+    again = await attempts.sum(round_=2, model=1.0)
+    assert whole.pseudo_gradient.equal(again.pseudo_gradient)
+
+
+PROTECTED = (
+    *SECURE,
+    "federated.privacy.epsilon=50",
+    "federated.privacy.delta=1e-3",
+    "federated.privacy.participations=1",
+    "federated.local_steps=3",
+    "federated.batch_size=5",
+)
+
+
+@pytest.mark.parametrize("mended", [True, False])
+async def test_a_server_does_not_choose_which_devices_have_spent_their_budget(
+    network, make_job, write_task, tmp_path, monkeypatch, mended
+):
+    """All but one are asked first; in the sum of all these would give zeros."""
+    write_task()
+    await network.listen()
+    run = OwnedRun(network, make_job(*PROTECTED), tmp_path)
+    await run.open()
+    server = LyingServer(run)
+    updates = updates_of_victim(server, monkeypatch)
+    attempts = Attempts(server)
+    await attempts.sum(round_=1, model=0.5, cohort=OTHERS)
+    if mended:
+        with pytest.raises(AttemptFailed) as failed:
+            await attempts.sum(round_=2, model=1.0)
+        receipts = failed.value.receipts
+        assert "accepted" not in {receipt.status for receipt in receipts}
+        assert any("exceed the 1 participations" in receipt.reason for receipt in receipts)
+        return
+    with disabled("examples-asked-too-often"):
+        whole = await attempts.sum(round_=2, model=1.0)
+    (own,) = updates
+    torch.testing.assert_close(5 * whole.pseudo_gradient.float(), own, rtol=0, atol=1e-5)

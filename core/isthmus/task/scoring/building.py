@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +25,7 @@ from isthmus.task.scoring.frozen_form import (
     check_types,
     smaller_types,
 )
-from isthmus.task.scoring.host_generators import HostGenerators
+from isthmus.task.scoring.host_generators import HostGenerators, seeded
 from isthmus.tensors.division import Division, divide
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import (
@@ -48,7 +45,7 @@ def build_model(task: Task, seed: int) -> nn.Module:
     Raises:
         TaskError: `model()` raised or did not return a module.
     """
-    with _seeded(seed), user_code("model()"):
+    with seeded(seed), user_code("model()"):
         model = task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
@@ -63,7 +60,7 @@ def build_without_memory(task: Task, seed: int) -> nn.Module | None:
     something else, which would be others than with the parameters before them.
     """
     try:
-        with _seeded(seed), user_code("model()"), parameters_without_memory() as originals:
+        with seeded(seed), user_code("model()"), parameters_without_memory() as originals:
             before = _generator_states()
             model = task.model()
             drew = _generator_states() != before
@@ -91,22 +88,6 @@ def _keeps_computed(model: nn.Module) -> bool:
 def _generator_states() -> tuple[object, ...]:
     """The states of the generators that a task may draw from."""
     return tuple(torch.get_rng_state().tolist()), HostGenerators.now()
-
-
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed all random generators that a task may use, and restore their states afterwards."""
-    arrays = sys.modules.get("numpy")  # only if it was imported
-    before = HostGenerators.now()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if arrays is not None:
-            arrays.random.seed(seed)
-        try:
-            yield
-        finally:
-            before.restore()
 
 
 def build_start_model(task: Task, job: Job, base: Path) -> nn.Module:

@@ -11,10 +11,14 @@ True
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,3 +45,19 @@ class HostGenerators:
         if arrays is not None and self.numpy is not None:
             kind, keys, *rest = self.numpy
             arrays.random.set_state((kind, arrays.frombuffer(keys, arrays.uint32), *rest))
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed all random generators that a task may use, and restore their states afterwards."""
+    arrays = sys.modules.get("numpy")  # only if it was imported
+    before = HostGenerators.now()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if arrays is not None:
+            arrays.random.seed(seed)
+        try:
+            yield
+        finally:
+            before.restore()
