@@ -161,7 +161,9 @@ class AuthorityService:
             )
             if entry.revoked is not None:
                 member.revoked = entry.revoked
-            elif entry.kind in ("client", "datacenter") and entry.not_after is not None:
+            # Of devices alone: a sum counts each enrolment as a device, and a datacenter is the
+            # operator's.
+            elif entry.kind == "client" and entry.not_after is not None:
                 enrolment = self._enrolment(
                     entry.name, entry.identity, int(entry.not_after), population, week
                 )

@@ -212,6 +212,18 @@ async def test_the_server_has_no_key_that_could_enrol_or_certify(separate):
     assert CliRunner().invoke(server_command, ["participants", hub]).exit_code == 0
 
 
+async def test_only_devices_are_enrolled_for_sums(separate):
+    """A server could fill a sum with the enrolments of datacenters, which are its operator's."""
+    server = await separate.listen()
+    for name, kind in (("phone", "client"), ("cluster", "datacenter")):
+        await separate.member(name, kind)
+    await server.members._sync(not_before=time.monotonic())
+    copy = server.members.copy
+    assert {each.name for each in copy.participants()} == {"phone", "cluster"}
+    assert Enrolment.from_bytes(copy.enrolment("phone")).name == "phone"
+    assert copy.enrolment("cluster") == b""
+
+
 async def test_the_enrolment_key_is_the_one_that_the_token_commits_to(separate):
     server = await separate.listen()
     member = await separate.member("phone")
