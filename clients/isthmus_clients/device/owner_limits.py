@@ -319,14 +319,15 @@ class LimitsGuard:
     def check_evaluation(self, job: Job) -> None:
         """Refuse an evaluation of a model, whose counts tell of this device's data.
 
-        With `[privacy]` no counts are sent.
+        Where devices add the noise of `[privacy]`, no counts are sent.
 
         Raises:
             AdmissionRefused: the owner does not allow it, or only with the same devices each time,
                 which the job does not ask.
         """
         counts = self.limits.privacy.counts
-        if counts == "exact" or job.privacy is not None:
+        noisy = job.privacy is not None and job.privacy.mechanism == "distributed"
+        if counts == "exact" or noisy:
             return
         shown = "([privacy] counts in policy.toml)"
         if counts == "none":

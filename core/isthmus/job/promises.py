@@ -136,9 +136,10 @@ def needs_of(job: Job) -> list[str]:
         needs.append('weights = "exact"')
     elif federated.weights in kinds:
         needs.append(f"weights = {kinds[federated.weights]}")
+    noisy = job.privacy is not None and job.privacy.mechanism == "distributed"
     if job.statistics.collect:
         needs.append('counts = "exact" or "same-devices"')
-    elif job.evaluation.devices and job.privacy is None:
+    elif job.evaluation.devices and not noisy:
         also = ' or "same-devices"' if job.evaluation.same_devices else ""
         needs.append(f'counts = "exact"{also}')
     return needs

@@ -89,6 +89,7 @@ def test_the_weakest_deployment_of_a_run_counts():
             ['counts = "exact" or "same-devices"'],
         ),
         (("evaluation.devices=8", *DISTRIBUTED), []),
+        (("evaluation.devices=8", *GAUSSIAN), ['counts = "exact"']),
         (("statistics.collect=true", *SECURE), ['counts = "exact" or "same-devices"']),
     ],
 )

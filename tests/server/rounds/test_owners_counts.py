@@ -146,10 +146,23 @@ async def test_an_owner_binds_the_devices_of_evaluations_in_all_runs_of_a_task(d
     assert 6 in sizes  # it was asked, and refused
 
 
-async def test_an_owner_who_gives_no_counts_takes_part_in_training_only(deployment):
+SHARES = """
+def metrics(self, output, target):
+    return {"first_class": (target == 0).float()}
+
+def device_metrics(self):
+    return {"first_class": isthmus.Mean()}
+"""
+BY_SERVER = ("privacy.mechanism=gaussian", "privacy.epsilon=100", "privacy.delta=1e-5")
+
+
+@pytest.mark.parametrize("noise", [(), BY_SERVER], ids=["no noise", "noise of the server"])
+async def test_an_owner_who_gives_no_counts_takes_part_in_training_only(deployment, noise):
+    """The server that adds noise to means has them without: they are as exact as counts."""
     deployment.policies = {"a": policy("none")}
-    await deployment.start(VALIDATES, NAMES)
-    report, cohorts = await run(deployment, "run", SAME, "evaluation.devices=8", "rounds=2")
+    await deployment.start(VALIDATES + SHARES if noise else VALIDATES, NAMES)
+    settings = (SAME, "evaluation.devices=8", "rounds=2", *noise)
+    report, cohorts = await run(deployment, "run", *settings)
     for record in report.rounds:
         assert (record.participants.accepted, record.evaluation.devices) == (8, 7)
     assert set(cohorts) == {frozenset(NAMES) - {"a"}}
