@@ -14,7 +14,7 @@ from pathlib import Path
 from isthmus.errors import IsthmusError, TaskError, TaskInterrupted, UserError
 from isthmus.system.memory_file import MemoryFile
 from isthmus.system.private_files import make_private_directory, remove_directory
-from isthmus.task import Participant
+from isthmus.task import Participant, packages
 from isthmus.task.code_digest import code_digest
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
@@ -64,12 +64,7 @@ class _Opened:
     process: TaskProcess | None = None
     examples: int | None = None
     code: bytes = b""
-    """Digest of the task's code that the run was opened with, see `code_digest`."""
-
-    @property
-    def source(self) -> str:
-        """Where the code is."""
-        return self.run.job.task.source
+    """Names the task's files that the run was opened with, see `ProcessHost._code_of`."""
 
 
 class ProcessHost:
@@ -81,7 +76,8 @@ class ProcessHost:
       * what the task sends is bounded and checked: the figures are finite, the update has the
         layout of the run and private memory, and its header is not the task's;
       * a process that dies, or does not stop when its request is cancelled, fails that request,
-        and the next one begins with a new process.
+        and the next one begins with a new process;
+      * a run is worked on by the code that was in `tasks` when it was opened last.
     """
 
     def __init__(
@@ -393,11 +389,11 @@ class ProcessHost:
 
         Raises:
             TaskError: it could not open the run.
+            TaskInterrupted: it would load, or may have loaded, other code than that of the run.
         """
         if opened.process is not None and not opened.process.ended:
             return opened.process
-        if self._code_of(opened) != opened.code:
-            raise TaskInterrupted("the code of the task was changed after the run was opened")
+        self._check_code(opened)
         scratch = Path(tempfile.mkdtemp(dir=self._scratch))
         start = None if self._weights is None else self._weights.place(opened.run.job)
         confinement = self._settings.confinement
@@ -415,14 +411,39 @@ class ProcessHost:
         except TaskError:
             process.kill("it could not open the run")  # the next request starts another
             raise
+        try:
+            self._check_code(opened)
+        except IsthmusError as error:
+            process.kill(str(error))
+            raise
         if opened.examples not in (None, examples):
             raise process.misbehaved(f"it has {examples} examples, and had {opened.examples}")
         opened.examples = examples
         return process
 
+    def _check_code(self, opened: _Opened) -> None:
+        """Refuse files that were changed since a run was opened: the device signs their digest.
+
+        Raises:
+            TaskInterrupted: they were.
+            IsthmusError: they cannot be read, or a package was changed.
+        """
+        if self._code_of(opened) != opened.code:
+            raise TaskInterrupted("the task's files were changed after the run was opened")
+
     def _code_of(self, opened: _Opened) -> bytes:
-        """Digest of the code that a run's process would load now; empty for an app's."""
-        return b"" if opened.run.has_app else code_digest(opened.source, self._tasks)
+        """Digests of the code that a run's process would load now, and of the package it is from.
+
+        Those of an app that was installed by hand are not known.
+
+        Raises:
+            TaskError: a file cannot be read.
+            AdmissionRefused: a package was changed.
+        """
+        job = opened.run.job
+        code = b"" if opened.run.has_app else code_digest(job.task.source, self._tasks)
+        package = packages.installed(self._tasks, packages.name_of(job))
+        return code if package is None else code + package.digest
 
     def _call(
         self,

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.clients.device.sandbox.test_process_host import Device, opening, train
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.clients.device.sandbox.test_process_host import LAYOUT, Device, opening, train
+from tests.conftest import TABLE
 
 from isthmus.errors import TaskInterrupted
+from isthmus.task import packages
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.device.owner_limits import OwnerLimits
@@ -46,29 +49,68 @@ def test_runs_that_their_owner_lets_open_keep_their_processes(tmp_path):
             process.wait()
 
 
-def test_a_run_goes_on_with_the_code_that_it_was_opened_with(tmp_path):
-    """The digest of the code on disk is what a device signs, also for a run that was kept."""
+def install(device, author, version, factor):
+    """Install a version of a task whose Python file is the same in all versions."""
+    folder = device.state.with_name(f"version-{version}") / "learn"
+    folder.mkdir(parents=True)
+    learn = TABLE.replace('self.settings.get("lr", 0.1)', "FACTOR") + "    pass\n"
+    factor_there = '(Path(__file__).parent / "factor").read_text()'
+    head = f"from pathlib import Path\nFACTOR = float({factor_there})\n"
+    (folder / "task.py").write_text(head + learn)
+    (folder / "factor").write_text(str(factor))
+    package = packages.read(packages.pack(folder, "learn", author, version))
+    packages.install(package, device.tasks, [package.author])
+
+
+def test_a_run_goes_on_with_the_files_that_it_was_opened_with(tmp_path):
+    """Their digest at the opening is what a device signs, also for a run that was kept."""
     device = Device(tmp_path, limits=OwnerLimits(open_runs=2))
     host, code = device.host, device.tasks / "task.py"
+    written = code.read_text()
+    processes = []
     try:
+        for factor in (0.1, 0.2):
+            code.write_text(written.replace('self.settings.get("lr", 0.1)', str(factor)))
+            host.open(opening())
+            processes.append((host.process, train(host)[1]))
+            host.open(opening(run_id="other"))
+            processes.append((host.process, b""))
+        (first, update), _, (second, other_update), _ = processes
+        assert first is not second
+        assert update != other_update
         host.open(opening())
-        first, update = host.process, train(host)[1]
-        host.open(opening(run_id="other"))
-        other = host.process
-        code.write_text(code.read_text().replace('self.settings.get("lr", 0.1)', "0.2"))
-        host.open(opening())
-        assert host.process is not first
-        assert train(host)[1] != update
-        code.write_text(code.read_text().replace("0.2", "0.3"))
-        last = host.process
-        last.kill("for the test")
-        last.wait()
-        with pytest.raises(TaskInterrupted, match="was changed after the run was opened"):
+        assert host.process is second
+        code.write_text(written)
+        second.kill("for the test")
+        second.wait()
+        with pytest.raises(TaskInterrupted, match="were changed after the run was opened"):
             train(host)
+        host.open(opening())
+        assert train(host)[1] == update
     finally:
         device.close()
-        for process in (first, other):
+        for process, _ in processes:
             process.wait()
+
+
+def test_a_new_version_of_a_package_is_used_by_a_run_that_is_opened_again(tmp_path):
+    """Also one with other files than Python's, which the digest of the code does not contain."""
+    author = Ed25519PrivateKey.generate()
+    device = Device(tmp_path, limits=OwnerLimits(open_runs=2))
+    host, updates = device.host, []
+    processes = []
+    try:
+        for version, factor in ((1, 0.1), (2, 0.0)):
+            install(device, author, version, factor)
+            for run_id in ("run", "other"):
+                host.open(opening("task.source='learn/task.py:Learn'", run_id=run_id))
+                processes.append(host.process)
+                updates.append(LAYOUT.decode(bytearray(train(host)[1])).any().item())
+    finally:
+        device.close()
+        for process in processes:
+            process.wait()
+    assert updates == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
