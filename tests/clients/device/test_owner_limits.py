@@ -1,5 +1,6 @@
 """The owner's limits: parsing, conditions, daily usage, and refused requests."""
 
+import contextlib
 import os
 from datetime import UTC, datetime
 
@@ -132,6 +133,28 @@ def supply(folder, name, **files):
     for file, text in files.items():
         (directory / file).write_text(f"{text}\n")
     return directory
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "refused"),
+    [("gaussian", True), ("correlated", True), ("distributed", False)],
+)
+def test_counts_are_not_refused_where_the_device_adds_noise_to_what_it_measures(
+    guard, make_job, mechanism, refused
+):
+    """Where the server adds it, a device sends exact means, such as the share of a label."""
+    job = make_job(
+        "federated.secure_aggregation=true",
+        f"privacy.mechanism={mechanism}",
+        "privacy.epsilon=8",
+        "privacy.delta=1e-5",
+        "privacy.clip=1",
+        "evaluation.devices=20",
+    )
+    for counts in ("none", "same-devices"):
+        checks = guard(f'[privacy]\ncounts = "{counts}"')
+        with pytest.raises(AdmissionRefused) if refused else contextlib.nullcontext():
+            checks.check_evaluation(job)
 
 
 def test_work_is_refused_on_battery_power(guard, tmp_path):

@@ -31,6 +31,20 @@ ROTATING = (
     "rounds=12",
 )
 SAME = "evaluation.same_devices=true"
+SHARES = """
+def metrics(self, output, target):
+    return {"first_class": (target == 0).float()}
+
+def device_metrics(self):
+    return {"first_class": isthmus.Mean()}
+"""
+BY_SERVER = ("privacy.mechanism=gaussian", "privacy.epsilon=100", "privacy.delta=1e-5")
+with_exact_figures = pytest.mark.parametrize(
+    ("methods", "settings"),
+    [(VALIDATES, ()), (VALIDATES + SHARES, BY_SERVER)],
+    ids=["counts", "means to which the server adds noise"],
+)
+"""The server that adds noise to means has them without: they are as exact as counts."""
 
 
 def policy(counts):
@@ -117,27 +131,32 @@ async def test_without_one_of_the_same_devices_no_others_are_asked(deployment):
     assert sentence.startswith("all evaluations of this run are on the 5 devices of its first one")
 
 
-async def test_an_owner_who_wants_the_same_devices_refuses_other_evaluations(deployment):
+@with_exact_figures
+async def test_an_owner_who_wants_the_same_devices_refuses_other_evaluations(
+    deployment, methods, settings
+):
     deployment.policies = {"a": policy("same-devices")}
-    await deployment.start(VALIDATES, NAMES)
-    settings = ("evaluation.devices=8", "rounds=1")
-    report, _ = await run(deployment, "rotating", *settings)
+    await deployment.start(methods, NAMES)
+    report, _ = await run(deployment, "rotating", "evaluation.devices=8", "rounds=1", *settings)
     (record,) = report.rounds
     assert (record.participants.accepted, record.evaluation.devices) == (8, 7)
 
 
-async def test_an_owner_binds_the_devices_of_evaluations_in_all_runs_of_a_task(deployment):
+@with_exact_figures
+async def test_an_owner_binds_the_devices_of_evaluations_in_all_runs_of_a_task(
+    deployment, methods, settings
+):
     """The server of another run does not know of the first one's devices."""
     deployment.policies = {"a": policy("same-devices")}
-    await deployment.start(VALIDATES, NAMES)
-    settings = (SAME, "evaluation.devices=8", "rounds=1")
+    await deployment.start(methods, NAMES)
+    noise, settings = settings, (SAME, "evaluation.devices=8", "rounds=1", *settings)
     report, cohorts = await run(deployment, "first", *settings)
     assert cohorts == [frozenset(NAMES)]
     again, cohorts = await run(deployment, "again", *settings, "seed=1")
     assert cohorts == [frozenset(NAMES)]  # the same ones, and another model
     assert (report.rounds[0].evaluation.devices, again.rounds[0].evaluation.devices) == (8, 8)
     sizes = []
-    fewer = (SAME, "evaluation.devices=7", "rounds=1")
+    fewer = (SAME, "evaluation.devices=7", "rounds=1", *noise)
     for seed in (2, 3):  # seven of the eight devices each time, and not the same ones
         other, cohorts = await run(deployment, f"other-{seed}", *fewer, f"seed={seed}")
         assert other.rounds[0].evaluation.asked == 7
@@ -146,23 +165,14 @@ async def test_an_owner_binds_the_devices_of_evaluations_in_all_runs_of_a_task(d
     assert 6 in sizes  # it was asked, and refused
 
 
-SHARES = """
-def metrics(self, output, target):
-    return {"first_class": (target == 0).float()}
-
-def device_metrics(self):
-    return {"first_class": isthmus.Mean()}
-"""
-BY_SERVER = ("privacy.mechanism=gaussian", "privacy.epsilon=100", "privacy.delta=1e-5")
-
-
-@pytest.mark.parametrize("noise", [(), BY_SERVER], ids=["no noise", "noise of the server"])
-async def test_an_owner_who_gives_no_counts_takes_part_in_training_only(deployment, noise):
-    """The server that adds noise to means has them without: they are as exact as counts."""
+@with_exact_figures
+async def test_an_owner_who_gives_no_counts_takes_part_in_training_only(
+    deployment, methods, settings
+):
     deployment.policies = {"a": policy("none")}
-    await deployment.start(VALIDATES + SHARES if noise else VALIDATES, NAMES)
-    settings = (SAME, "evaluation.devices=8", "rounds=2", *noise)
-    report, cohorts = await run(deployment, "run", *settings)
+    await deployment.start(methods, NAMES)
+    evaluations = (SAME, "evaluation.devices=8", "rounds=2")
+    report, cohorts = await run(deployment, "run", *evaluations, *settings)
     for record in report.rounds:
         assert (record.participants.accepted, record.evaluation.devices) == (8, 7)
     assert set(cohorts) == {frozenset(NAMES) - {"a"}}
