@@ -92,6 +92,7 @@ class ProcessHost:
         grace: float = 30.0,
         device: str = "cpu",
         weights: WeightKeeper | None = None,
+        secret: bytes | None = None,
     ) -> None:
         """Set up; `open` starts a process.
 
@@ -105,11 +106,13 @@ class ProcessHost:
             grace: seconds after which a process that does not stop its request is ended.
             device: the owner's choice of what to train on.
             weights: has the files that models start from; None for those in `tasks`.
+            secret: see `isthmus_clients.device.task_host.InProcessHost`.
 
         Raises:
             UserError: a directory that tasks can read contains the state, or the state cannot be
                 written to.
         """
+        self._secret = secret
         self._state = state.resolve()
         self._scratch = self._state / "scratch"
         self._grace = grace
@@ -400,7 +403,7 @@ class ProcessHost:
         readable = confinement.readable + (() if start is None else start.readable)
         confinement = dataclasses.replace(confinement, scratch=scratch, readable=readable)
         settings = self._settings.model_copy(update={"confinement": confinement, "start": start})
-        process = TaskProcess(settings)
+        process = TaskProcess(settings, self._secret)
         with self._lock:
             opened.process = process
             if self._opened is not opened:
