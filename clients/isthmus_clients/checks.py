@@ -11,6 +11,7 @@ from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task
 from isthmus.task.loading import user_code
 from isthmus.task.measurements.bounded_means import evaluation_vector
+from isthmus.task.own_numbers import own_numbers
 from isthmus.task.scoring import build_start_model
 from isthmus.task.scoring.pairs import pairs_in_words
 from isthmus.tensors.division import divide
@@ -82,7 +83,7 @@ def check(job: Job, task: Task, base: Path) -> str:
         tried += pairs_in_words(task, model, run.dataset, run.examples)
     if not job.evaluation.devices:
         return tried
-    with user_code("validation_data()"):
+    with own_numbers(job.seed, name), user_code("validation_data()"):
         validation = task.validation_data(participant)
     if validation is None:
         raise TaskError(f"validation_data() of {name} returned None; evaluation.devices needs data")

@@ -27,6 +27,7 @@ from isthmus_clients.device.own_figures import OwnFigures
 from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
+from isthmus_clients.device.task_host import own_secret
 from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.device.weights.keeper import WeightKeeper
 from isthmus_clients.device.weights.store import DIRECTORY as WEIGHTS
@@ -306,6 +307,7 @@ def start(
             limits=limits,
             device=device,
             weights=keeper,
+            secret=own_secret(member.identity),
         )
         agent = Agent(
             participant,

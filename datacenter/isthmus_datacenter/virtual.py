@@ -21,6 +21,7 @@ from isthmus.task.definition import defines
 from isthmus.task.held_out import HeldOut
 from isthmus.task.made_optimizers import made_by
 from isthmus.task.optimizers import ScheduleState, job_schedule
+from isthmus.task.own_numbers import own_numbers
 from isthmus.task.scoring import build_rank_model, count_examples, evaluate, training_batches
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import fingerprint_of
@@ -168,7 +169,7 @@ class VirtualRun:
             )
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")
-        with user_code("local_data()"):
+        with own_numbers(self.job.seed, name), user_code("local_data()"):
             self.dataset = self.task.local_data(self.participant)
         self.examples = count_examples(self.dataset, "local_data()")
         self.held_out = HeldOut(self.task)

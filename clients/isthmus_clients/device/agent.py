@@ -36,6 +36,7 @@ from isthmus_clients.device.task_host import (
     InProcessHost,
     TaskHost,
     TrainingResult,
+    own_secret,
     train_silently,
 )
 from isthmus_clients.device.update_tally import UpdateTally
@@ -142,8 +143,9 @@ class Agent:
         )
         pause = self._throttle.pause
         states = states or PersonalStates(None)
+        secret = None if signing_key is None else own_secret(signing_key)
         self.host = host or InProcessHost(
-            participant, data, tasks, threads, pause, device, states, shares=shares
+            participant, data, tasks, threads, pause, device, states, shares=shares, secret=secret
         )
         self.models = ReceivedModels(shares=shares)
         self._mirrors = (

@@ -5,11 +5,14 @@ PyTorch is imported only when a run is opened, so that an idle device stays smal
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.job import read_job
 from isthmus.job.apps import registered
@@ -169,6 +172,14 @@ def train_silently(
     )
 
 
+def own_secret(identity: Ed25519PrivateKey) -> bytes:
+    """What a device's data are drawn with, see `isthmus.task.own_numbers`, from its identity.
+
+    It is the same after a restart, and says nothing of the identity to a task, which may know it.
+    """
+    return hashlib.sha256(b"isthmus/data-secret/" + identity.private_bytes_raw()).digest()
+
+
 def states_key(work: link_pb2.OpenRun, participant: Participant) -> str:
     """What the personal states of a run belong to, see `PersonalStates.open`."""
     source = read_job(work.job).task.source
@@ -176,7 +187,7 @@ def states_key(work: link_pb2.OpenRun, participant: Participant) -> str:
 
 
 _random_numbers = threading.Lock()
-"""Held while one device builds a model or trains: all threads share PyTorch's default generator.
+"""Held while one device builds, trains or measures a model: all threads share the generators.
 
 Two that read its state can also wait for each other, one for its lock and one for Python's.
 """
@@ -197,6 +208,7 @@ class InProcessHost:
         *,
         shares: bool = False,
         start: StartPlace | None = None,
+        secret: bytes | None = None,
     ) -> None:
         """Set up; `open` loads the task.
 
@@ -210,7 +222,9 @@ class InProcessHost:
             states: keeps the personal states of this device; None if the caller has them.
             shares: whether the server may open the memory of updates.
             start: where the files are that the model starts from; None for where the job says.
+            secret: of this device, for the random numbers of its data; None for the job's seed.
         """
+        self._secret = secret
         self._shares = shares
         self._start = start
         self.run: DeviceRun | None = None
@@ -251,7 +265,13 @@ class InProcessHost:
 
         with _random_numbers:
             run = DeviceRun(
-                work, self._participant, self._data, self._tasks, self._device, start=self._start
+                work,
+                self._participant,
+                self._data,
+                self._tasks,
+                self._device,
+                start=self._start,
+                secret=self._secret,
             )
         if self._states is not None:
             controlled = federated.control_variates is not None
@@ -309,7 +329,8 @@ class InProcessHost:
         """See `TaskHost.score`."""
         assert self.run is not None
         state = None if self._personal is None else self._personal.before(work)
-        return self.run.score(payload, [list(mean.of) for mean in work.candidates], state)
+        with _random_numbers:
+            return self.run.score(payload, [list(mean.of) for mean in work.candidates], state)
 
     def evaluate(
         self, request_id: str, work: link_pb2.Evaluate, payload: Buffer
@@ -317,7 +338,8 @@ class InProcessHost:
         """See `TaskHost.evaluate`."""
         assert self.run is not None
         state = None if self._personal is None else self._personal.before(work)
-        return self.run.evaluate(work.round, payload, state)
+        with _random_numbers:
+            return self.run.evaluate(work.round, payload, state)
 
     def answer(
         self, request_id: str, work: link_pb2.AppMessage, payload: Buffer | bytes

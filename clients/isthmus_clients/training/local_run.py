@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import logging
 import math
 import time
@@ -28,9 +27,9 @@ from isthmus.start.manifest import StartPlace
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers
+from isthmus.task.own_numbers import own_numbers
 from isthmus.task.scoring import Averages, build_same_model, build_small_model
 from isthmus.task.scoring.frozen_form import FrozenForm, LossDifference
-from isthmus.task.scoring.host_generators import seeded
 from isthmus.task.scoring.recomputation import recompute_blocks
 from isthmus.tensors.division import Division
 from isthmus.tensors.exchange_set import TensorLayout
@@ -99,12 +98,14 @@ class DeviceRun:
         device: str = "cpu",
         *,
         start: StartPlace | None = None,
+        secret: bytes | None = None,
     ) -> None:
         """Load the task, build the model and open the data.
 
         If a directory `tasks` is given, only tasks in it are loaded, and the job's data path is
         ignored. `device` is the owner's choice, see `accelerator.Accelerators.choose`. The files
-        that the model starts from are at `start`, or where the job says.
+        that the model starts from are at `start`, or where the job says. `secret` is for the random
+        numbers of the data, see `isthmus.task.own_numbers`.
 
         Raises:
             UserError: there is no such device.
@@ -113,6 +114,7 @@ class DeviceRun:
         """
         self.job = read_job(work.job)
         self.participant = participant
+        self._secret = secret
         source = self.job.task.source
         base, data = locate(source, self.job, Path(work.base), data, tasks)
         if tasks is not None and (start is None or TOKENIZER in self.job.task.settings):
@@ -213,11 +215,10 @@ class DeviceRun:
     def _own_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Within it the task's code draws the same random numbers each time on this device.
 
-        So it splits its data in the same way when the run is opened again, which a server can ask
-        of one device, and a model that draws in evaluation has the same score.
+        So it splits its data in the same way when the run is opened again, and a model that draws
+        in evaluation measures the same.
         """
-        seed = hashlib.sha256(f"isthmus/data/{self.participant.name}".encode()).digest()
-        return seeded(int.from_bytes(seed[:4], "little"))
+        return own_numbers(self.job.seed, self.participant.name, self._secret)
 
     def seed_of(self, round_: int) -> bytes:
         """Seed of this device in a round; equal in all attempts, so that they are repeatable."""

@@ -21,6 +21,7 @@ from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.definition import defines
 from isthmus.task.made_optimizers import made_by
 from isthmus.task.optimizers import ScheduleState, job_schedule
+from isthmus.task.own_numbers import own_numbers
 from isthmus.task.scoring import build_rank_model, count_examples, pair_of
 from isthmus.task.scoring.steps import training_step
 from isthmus.tensors.exchange_set import TensorLayout
@@ -291,8 +292,10 @@ class Engine:
         )
 
     def _load_data(self) -> Dataset[object]:
-        with user_code("local_data()"):
-            return self.task.local_data(self._participant())
+        participant = self._participant()
+        # The same on all ranks, and in all attempts.
+        with own_numbers(self.job.seed, participant.name), user_code("local_data()"):
+            return self.task.local_data(participant)
 
     def _participant(self) -> Participant:
         return Participant(name=self.placement.participant, regime="datacenter")

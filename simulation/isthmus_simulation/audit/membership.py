@@ -24,6 +24,7 @@ from isthmus.errors import TaskError, UserError
 from isthmus.job import Job
 from isthmus.task import Participant, Task, user_code
 from isthmus.task.definition import defines
+from isthmus.task.own_numbers import own_numbers
 from isthmus.task.scoring import count_examples, losses_of, pair_of
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
@@ -255,7 +256,7 @@ def report_of(run: MembershipRun, task: Task, devices: int, confidence: float) -
     share = lower_bound(membership.right, made, confidence)
     example = None
     try:
-        example = _examples(task, load_model(run.directory), devices)
+        example = _examples(task, load_model(run.directory), devices, run.store.job.seed)
         reason = ""
     except TaskError as error:
         reason = str(error)
@@ -270,7 +271,7 @@ def report_of(run: MembershipRun, task: Task, devices: int, confidence: float) -
     )
 
 
-def _examples(task: Task, model: nn.Module, devices: int) -> Attack:
+def _examples(task: Task, model: nn.Module, devices: int, seed: int) -> Attack:
     """Tell examples of devices from held-out ones by their losses.
 
     Raises:
@@ -287,8 +288,8 @@ def _examples(task: Task, model: nn.Module, devices: int) -> Attack:
         participant = Participant(
             name=f"client-{index}", regime="federated", shard=(index, devices)
         )
-        with user_code("local_data()"):
-            dataset = task.local_data(participant)
+        with own_numbers(seed, participant.name), user_code("local_data()"):
+            dataset = task.local_data(participant)  # which it has trained on
         members += _losses(task, model, dataset, MOST_EXAMPLES - len(members))
         if len(members) >= MOST_EXAMPLES:
             break

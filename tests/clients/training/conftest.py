@@ -21,7 +21,7 @@ class Progress:
 def open_run(write_task, make_job, tmp_path):
     """A run opened on a device, and the model the server would send."""
 
-    def open_run(*overrides, methods="pass", name="a", layout=None, tasks=None):
+    def open_run(*overrides, methods="pass", name="a", layout=None, tasks=None, secret=None):
         write_task(methods)
         job = make_job(*overrides)
         personal = b""
@@ -37,7 +37,8 @@ def open_run(write_task, make_job, tmp_path):
             layout=layout.header,
             personal=personal,
         )
-        return DeviceRun(work, Participant(name=name, regime="federated"), None, tasks)
+        participant = Participant(name=name, regime="federated")
+        return DeviceRun(work, participant, None, tasks, secret=secret)
 
     return open_run
 

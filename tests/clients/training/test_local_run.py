@@ -84,9 +84,10 @@ def model(self):
     return Drawing(4, 3)
 
 def split(self, first, last):
+    import numpy
     import random
-    order = random.sample(range(20), 20)
-    return torch.utils.data.Subset(rows(20, seed=1), order[first:last])
+    order = torch.randperm(20)[numpy.random.permutation(random.sample(range(20), 20))]
+    return torch.utils.data.Subset(rows(20, seed=1), order[first:last].tolist())
 
 def local_data(self, participant):
     return self.split(0, 15)
@@ -96,11 +97,11 @@ def validation_data(self, participant):
 """
 
 
-def test_what_a_task_draws_for_its_data_and_in_evaluation_is_the_same_each_time(open_run):
+@pytest.mark.parametrize("secret", [None, b"of this device"])
+def test_what_a_task_draws_for_its_data_and_in_evaluation_is_the_same_each_time(open_run, secret):
     """A server can have one device open a run again, and have it measure a model twice."""
-    run, again = (open_run(methods=DRAWS) for _ in range(2))
+    run, again = (open_run(methods=DRAWS, secret=secret) for _ in range(2))
     assert run.dataset.indices == again.dataset.indices
-    assert run.dataset.indices != open_run(methods=DRAWS, name="b").dataset.indices
     payload = run.layout.encode(build_start(run))
     scores = run.score(payload, [[0]])
     counts = run.evaluate(1, payload).counts
@@ -108,6 +109,18 @@ def test_what_a_task_draws_for_its_data_and_in_evaluation_is_the_same_each_time(
     assert run.score(payload, [[0]]) == scores
     assert run.evaluate(2, payload).counts == counts == again.evaluate(1, payload).counts
     assert set(run.dataset.indices).isdisjoint(run._validation.indices)
+
+
+def test_what_is_drawn_for_data_follows_from_the_devices_secret_if_it_has_one(open_run):
+    """And else from the job's seed and the device's name."""
+
+    def drawn(*overrides, **device):
+        return open_run(*overrides, methods=DRAWS, **device).dataset.indices
+
+    own = drawn(secret=b"of this device")
+    assert drawn("seed=1", "task.settings.lr=0.5", secret=b"of this device") == own
+    assert drawn(secret=b"of another device") != own
+    assert len({tuple(each) for each in (own, drawn(), drawn("seed=1"), drawn(name="b"))}) == 4
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ class ProcessHost:
         grace: float = 30.0,
         device: str = "cpu",
         weights: WeightKeeper | None = None,
+        secret: bytes | None = None,
     ) -> None:
         """Set up; `open` starts a process.
 
@@ -105,11 +106,13 @@ class ProcessHost:
             grace: seconds after which a process that does not stop its request is ended.
             device: the owner's choice of what to train on.
             weights: has the files that models start from; None for those in `tasks`.
+            secret: see `isthmus_clients.device.task_host.InProcessHost`.
 
         Raises:
             UserError: a directory that tasks can read contains the state, or the state cannot be
                 written to.
         """
+        self._secret = secret
         self._state = state.resolve()
         self._scratch = self._state / "scratch"
         self._grace = grace
@@ -400,7 +403,7 @@ class ProcessHost:
         readable = confinement.readable + (() if start is None else start.readable)
         confinement = dataclasses.replace(confinement, scratch=scratch, readable=readable)
         settings = self._settings.model_copy(update={"confinement": confinement, "start": start})
-        process = TaskProcess(settings)
+        process = TaskProcess(settings, self._secret)
         with self._lock:
             opened.process = process
             if self._opened is not opened:
@@ -413,7 +416,7 @@ class ProcessHost:
             raise
         try:
             self._check_code(opened)
-        except TaskInterrupted as error:
+        except IsthmusError as error:
             process.kill(str(error))
             raise
         if opened.examples not in (None, examples):
@@ -425,13 +428,10 @@ class ProcessHost:
         """Refuse files that were changed since a run was opened: the device signs their digest.
 
         Raises:
-            TaskInterrupted: they were. Another failure of a task would end in zeros for a sum.
+            TaskInterrupted: they were.
+            IsthmusError: they cannot be read, or a package was changed.
         """
-        try:
-            changed = self._code_of(opened) != opened.code
-        except IsthmusError as error:
-            raise TaskInterrupted(str(error)) from None
-        if changed:
+        if self._code_of(opened) != opened.code:
             raise TaskInterrupted("the task's files were changed after the run was opened")
 
     def _code_of(self, opened: _Opened) -> bytes:

@@ -10,6 +10,9 @@ from isthmus.start.manifest import StartPlace
 from isthmus.task import Participant
 from isthmus_clients.device.sandbox.confinement import Confinement
 
+DATA_NUMBERS = "ISTHMUS_DATA_NUMBERS"
+"""Variable with the secret of the device's random numbers, see `isthmus.task.own_numbers`."""
+
 
 class WorkerSettings(pydantic.BaseModel):
     """Settings of a task's process; they contain nothing secret."""

@@ -24,7 +24,7 @@ from isthmus.system.forked_process import described
 from isthmus.system.private_files import remove_directory
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_clients.device.sandbox.settings import WorkerSettings
+from isthmus_clients.device.sandbox.settings import DATA_NUMBERS, WorkerSettings
 from isthmus_clients.device.sandbox.usage import disk_excess, excess, processes_of
 from isthmus_clients.training.withholding import INTERRUPTED
 
@@ -75,8 +75,10 @@ class TaskProcess:
         or files together than the owner allows.
     """
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, secret: bytes | None = None) -> None:
         """Start the process and wait until it is restricted.
+
+        `secret` is what its task draws random numbers for this device's data from.
 
         Raises:
             TaskProcessEnded: it cannot be started.
@@ -101,7 +103,7 @@ class TaskProcess:
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
-                    env=_environment(settings),
+                    env=_environment(settings, secret),
                     cwd=self._scratch,
                 )
             except OSError as error:
@@ -315,11 +317,16 @@ def _not_started(error: OSError) -> TaskProcessEnded:
     return TaskProcessEnded(f"the process of the task cannot be started: {error}")
 
 
-def _environment(settings: WorkerSettings) -> dict[str, str]:
-    """The variables of a task's process: none that could contain a secret."""
+def _environment(settings: WorkerSettings, secret: bytes | None) -> dict[str, str]:
+    """The variables of a task's process: none that could contain a secret but its own.
+
+    That is not in the command, which all users of this machine can read.
+    """
     scratch = str(settings.confinement.scratch)
     kept = {name: text for name, text in os.environ.items() if name.startswith(_PASSED_ON)}
     kept |= {name: text for name, text in os.environ.items() if name.startswith(_NUMERICAL)}
+    if secret is not None:
+        kept[DATA_NUMBERS] = secret.hex()
     return kept | {
         "HOME": scratch,
         "TMPDIR": scratch,

@@ -39,7 +39,9 @@ _MAX_REASON = 4000
 class TaskWorker:
     """Executes the agent's requests in the main thread, one at a time."""
 
-    def __init__(self, channel: Channel, settings: WorkerSettings) -> None:
+    def __init__(
+        self, channel: Channel, settings: WorkerSettings, secret: bytes | None = None
+    ) -> None:
         self._channel = channel
         self._settings = settings
         self._requests: queue.SimpleQueue[tuple[link_pb2.Request, list[int]]] = queue.SimpleQueue()
@@ -55,6 +57,7 @@ class TaskWorker:
             settings.threads,
             device=settings.device,
             start=settings.start,
+            secret=secret,
         )
 
     def run(self, separate: bool) -> None:

@@ -34,11 +34,13 @@ def main(arguments: list[str]) -> int:
         agent = os.getppid()  # 0: every process outside of the namespace
     die_with_parent(agent)
     from isthmus.system.channel import Channel
-    from isthmus_clients.device.sandbox.settings import WorkerSettings
+    from isthmus_clients.device.sandbox.settings import DATA_NUMBERS, WorkerSettings
     from isthmus_clients.device.sandbox.task_worker import TaskWorker
 
     settings = WorkerSettings.model_validate_json(arguments[2])
-    TaskWorker(Channel(end), settings).run(separate)
+    secret = os.environ.pop(DATA_NUMBERS, None)
+    own = None if secret is None else bytes.fromhex(secret)
+    TaskWorker(Channel(end), settings, own).run(separate)
     return 0
 
 

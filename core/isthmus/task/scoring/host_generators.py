@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+_LARGEST = (1 << 63) - 1
+_WORD = 1 << 32
+
 
 @dataclasses.dataclass(frozen=True)
 class HostGenerators:
@@ -49,15 +52,22 @@ class HostGenerators:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed all random generators that a task may use, and restore their states afterwards."""
+    """Seed all random generators that a task may use, and restore their states afterwards.
+
+    The seed may be larger than PyTorch and NumPy take as one number.
+    """
     arrays = sys.modules.get("numpy")  # only if it was imported
     before = HostGenerators.now()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed & _LARGEST)
         random.seed(seed)
         if arrays is not None:
-            arrays.random.seed(seed)
+            arrays.random.seed(seed if seed < _WORD else _words(seed))
         try:
             yield
         finally:
             before.restore()
+
+
+def _words(seed: int) -> list[int]:
+    return [seed >> shift & (_WORD - 1) for shift in range(0, seed.bit_length(), 32)]

@@ -22,6 +22,7 @@ from isthmus_clients.device.task_host import InProcessHost
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 WHO = Participant(name="a", regime="federated")
+SECRET = bytes(range(32))
 START = torch.linspace(-1, 1, LAYOUT.size)
 
 
@@ -58,7 +59,7 @@ class Device:
         (self.tasks / "task.py").write_text(TABLE + methods)
         limits = limits or OwnerLimits()
         self.host = ProcessHost(
-            WHO, None, self.tasks, 1, state=self.state, limits=limits, grace=grace
+            WHO, None, self.tasks, 1, state=self.state, limits=limits, grace=grace, secret=SECRET
         )
 
     def close(self):
@@ -99,6 +100,34 @@ HOSTILE = """
 """
 
 
+SPLITS = """
+    def local_data(self, participant):
+        import os, random
+        assert "ISTHMUS_DATA_NUMBERS" not in os.environ
+        return torch.utils.data.Subset(rows(20, seed=1), random.sample(range(20), 10))
+"""
+
+
+def test_the_data_of_both_hosts_are_drawn_from_the_secret_of_the_device(tmp_path):
+    """It is in no command, which all users of a machine can read."""
+    device = Device(tmp_path, SPLITS)
+    updates = []
+    try:
+        device.host.open(opening())
+        updates.append(train(device.host)[1])
+        command = Path(f"/proc/{device.host.process.pid}/cmdline").read_bytes()
+        assert SECRET.hex().encode() not in command
+        for secret in (SECRET, SECRET, bytes(32)):
+            host = InProcessHost(WHO, None, device.tasks, 1, secret=secret)
+            host.open(opening())
+            updates.append(train(host)[1])
+    finally:
+        device.close()
+    first, *same, other = updates
+    assert same == [first, first]
+    assert other != first
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     """A task that tries to leave its process in every round, and hangs in the third."""
@@ -113,7 +142,7 @@ def hostile(tmp_path_factory):
 def expected(hostile):
     """What the same task computes in the agent's process, with what it tries left out."""
     (hostile.tasks / "plain.py").write_text(TABLE + "    pass\n")
-    host = InProcessHost(WHO, None, hostile.tasks, 1)
+    host = InProcessHost(WHO, None, hostile.tasks, 1, secret=SECRET)
     host.open(opening("task.source='plain.py:Learn'"))
     return host
 
