@@ -32,6 +32,8 @@ _MECHANISMS = {
 """Mechanisms of the noise in devices' updates, and what a round with each is charged as."""
 _UNITS = {"device": "zero-out", "example": "add-or-remove"}
 """What neighbouring data differ in, and how."""
+_EXAMPLES_EVENT = "sampled-gaussian"
+"""The only kind of event that examples are charged with, and devices never."""
 _KINDS_OF_CHARGES = ("round", "evaluation", "comparison", "training")
 
 
@@ -67,8 +69,8 @@ class Charges:
         self._lines = [BEFORE_FIRST]
         self._charges: dict[int, Charge] = {}
         self._of_round: dict[tuple[int, int], list[Charge]] = {}
-        self._spent: dict[str, _Spent] | None = {}
-        """By device, as far as `epsilon_at` has added up; None for what only the accountant can."""
+        self._spent: dict[str, _Spent] = {}
+        """By device, as far as `epsilon_at` has added up."""
         self._added = 0
         """The last line that `epsilon_at` has added."""
         self._last_head = 0
@@ -196,40 +198,28 @@ class Charges:
                 )
         return found
 
-    def epsilon_at(self, line: int, privacy: Fields) -> float | None:
+    def epsilon_at(self, line: int, privacy: Fields) -> float:
         """The least epsilon that the device that was asked most had spent by a line.
 
         Args:
             line: of the ledger; no smaller than in the call before.
             privacy: the table of the job.
-
-        Returns:
-            None if it has a kind of charge that only the run's own accountant adds up.
         """
-        spent = self._spent
         for number in range(self._added + 1, line + 1):
             charge = self._charges.get(number)
-            if spent is None or charge is None or not self._counts(charge, privacy):
+            if charge is None or not self._counts(charge, privacy):
                 continue
             for name in charge.devices or {""}:
-                if not spent.setdefault(name, _Spent()).add(charge.event):
-                    spent = None
-                    break
-        self._spent = spent
+                self._spent.setdefault(name, _Spent()).add(charge.event)
         self._added = max(line, self._added)
-        if spent is None:
-            return None
-        return max(_epsilons(spent, privacy.number("delta")).values(), default=0.0)
+        return max(_epsilons(self._spent, privacy.number("delta")).values(), default=0.0)
 
     def _counts(self, charge: Charge, privacy: Fields) -> bool:
         population = privacy.text("population")
         return charge.unit == DEVICE and charge.is_spent and charge.population == population
 
-    def check_budget(self, privacy: Fields) -> bool:
+    def check_budget(self, privacy: Fields) -> None:
         """Check that no device was asked for more than the job allows.
-
-        Returns:
-            Whether epsilon could be computed here.
 
         Raises:
             Violation: one was.
@@ -249,21 +239,19 @@ class Charges:
                     raise Violation(
                         f"{shown(name)} was asked for {count} rounds, and the job allows {most}"
                     )
-        if self.epsilon_at(len(self._lines) - 1, privacy) is None:
-            return False
+        self.epsilon_at(len(self._lines) - 1, privacy)
         # Others may have been asked for more by runs with a larger budget, of which a branch has
         # the charges.
         own = {""}.union(
             *(charge.devices for charge in self._charges.values() if charge.run == self.run_id)
         )
-        asked = {name: each for name, each in (self._spent or {}).items() if name in own}
+        asked = {name: each for name, each in self._spent.items() if name in own}
         for name, epsilon in _epsilons(asked, delta).items():
             if epsilon > budget * (1 + TOLERANCE):
                 raise Violation(
                     f"{shown(name)} has spent epsilon {epsilon:.6g}, and the job allows "
                     f"{budget:.6g}"
                 )
-        return True
 
 
 @dataclasses.dataclass
@@ -277,21 +265,18 @@ class _Spent:
     runs: set[tuple[str, float]] = dataclasses.field(default_factory=set)
     """Runs with correlated noise, of which all rounds are one Gaussian mechanism."""
 
-    def add(self, event: Fields) -> bool:
-        """Add an event; returns whether it is of a kind that can be added up here."""
+    def add(self, event: Fields) -> None:
+        """Add an event of devices."""
         kind = event.text("kind")
         if kind == "zero-concentrated":
             self.rho += _positive(event, "rho")
-        elif kind in ("gaussian", "correlated"):
+        else:
             multiplier = _positive(event, "noise_multiplier")
             run = (event.text("run"), multiplier) if kind == "correlated" else None
             if run is None or run not in self.runs:
                 self.precision += 1 / multiplier**2
             if run is not None:
                 self.runs.add(run)
-        else:
-            return False
-        return True
 
 
 def _positive(event: Fields, key: str) -> float:
@@ -338,6 +323,11 @@ def _charge(number: int, table: Fields) -> Charge:
     keys = _EVENTS.get(event.text("kind"))
     if keys is None:
         raise Violation(f"{event.where} has the kind {shown(event.text('kind'))}")
+    if (unit == DEVICE) == (event.text("kind") == _EXAMPLES_EVENT):
+        raise Violation(
+            f"{event.where} has the kind {shown(event.text('kind'))}, and the unit of the charge "
+            f"is {shown(unit)}"
+        )
     event.only(*keys)
     return Charge(
         number=number,

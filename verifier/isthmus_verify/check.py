@@ -109,7 +109,6 @@ class _Pass:
         self._final = ""
         self._status = ""
         self._run_id = ""
-        self._epsilon_known = False
 
     def take(self, entry: Entry) -> None:
         """Check the next entry."""
@@ -222,7 +221,7 @@ class _Pass:
         self._status = content.text("status")
         self._rounds.end()
         if self._job.has("privacy"):
-            self._epsilon_known = self._charges.check_budget(self._job.table("privacy"))
+            self._charges.check_budget(self._job.table("privacy"))
         final = content.optional("final")
         if final is not None:
             if self._status != "finished":
@@ -285,8 +284,8 @@ class _Pass:
         if self._charges.count:
             yield f"The privacy ledger of {self._charges.count} lines is one chain."
         if self._charges.count and self._job.has("privacy"):
-            yield "Each round that asked devices was charged for just these."
-        if self._epsilon_known:
+            yield "Each attempt that asked devices was charged for just these."
+        if self._job.has("privacy"):
             yield "No device was asked for more than the epsilon of the job, computed here again."
         if self._final and rounds.models.final_is_best:
             yield (
@@ -328,11 +327,6 @@ class _Pass:
             yield f"How the run ends: it is {shown(self._status)}."
         elif self._final and not rounds.models.final_is_known:
             yield "Whether a datacenter handed over the model that it had trained last."
-        if self._job.has("privacy") and not self._epsilon_known:
-            yield (
-                "What epsilon is: the run has charges of a kind that only its own accountant "
-                "adds up."
-            )
         if self._charges.of_others:
             yield (
                 f"What {self._charges.of_others} attempts that another run was charged for have to "

@@ -379,7 +379,7 @@ class Rounds:
             return
         stated = record.number("epsilon")
         least = self._charges.epsilon_at(line, privacy)
-        if least is not None and stated < least * (1 - TOLERANCE):
+        if stated < least * (1 - TOLERANCE):
             raise Violation(
                 f"{where} states epsilon {stated:.6g}, and its charges add up to {least:.6g}"
             )

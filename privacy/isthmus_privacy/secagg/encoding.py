@@ -116,7 +116,8 @@ def encode(
     Args:
         config: the round's configuration, checked.
         update: (N) any real floating type, on the CPU; not modified. With `config.whole`: int64.
-        weight: number of examples, 0 .. config.weight_max; 0 for a vector that does not count.
+        weight: number of examples, 0 .. config.weight_max; 0 for a vector that does not count, of
+            which the figure `unusable` says so.
         figures: slot name to value, one for each slot.
         dither_key: 32-byte seed of the stochastic rounding, for reproducible vectors, which need
             not be secret; None draws one. With noise all randomness is the operating system's.
@@ -533,12 +534,12 @@ def _fit(
 ) -> bool:
     """Whether the weight and the sums of the slots can come from honest clients.
 
-    One without a usable vector has the weight 0, and of the counts only that it has none; where
-    they say so, each other one weighs 1 at least. The slot of the name `without` is not looked at.
+    One without a usable vector has the weight 0, and of the counts only that it has none. Each
+    other one weighs 1 at least. The slot of the name `without` is not looked at.
     """
     share = weight / config.weight_max
     rounding = 2 * clients / (config.levels - 1)
-    least = usable if UNUSABLE in config.slots else 0
+    least = usable
     for slot, value in zip(config.slots, sums, strict=True):
         if slot.name == without:
             continue

@@ -120,19 +120,30 @@ class Transcript:
 
     def _opened(self) -> Iterator[str]:
         """The job as devices have opened it; of a run without signed sums as they would."""
-        texts = [line["job"] for line in read_signed_sums(self._store.directory) if "job" in line]
+        texts = [line["job"] for line in self._lines_of_sums() if "job" in line]
         yield from texts or [write_job(self._store.job)]
+
+    def _lines_of_sums(self) -> Iterator[dict[str, str]]:
+        """What is kept of the signed sums.
+
+        Raises:
+            UserError: it cannot be read, or is damaged.
+        """
+        try:
+            yield from read_signed_sums(self._store.directory)
+        except OSError as error:
+            raise self._store.unusable(error) from error
 
     def _signed_sums(self) -> Iterator[dict[str, str]]:
         """The sums of attempts that the log has; a run under way may have signed another one."""
         store = self._store
         ended = store.status()[0] == "finished"
         planned = store.planned_attempts()
-        for line in read_signed_sums(store.directory):
+        for line in self._lines_of_sums():
             if "job" in line:
                 continue
             if not ended:
-                config = config_of(line)
+                config = config_of(line, store.directory)
                 if config.run_id == store.run_id and (config.round, config.attempt) not in planned:
                     continue
             yield line

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isthmus.errors import DamagedError
+from isthmus.errors import DamagedError, PeerMisbehaved
 from isthmus.system.chained_log import append_line
 from isthmus_privacy.purpose import BufferedPurpose, TrainingPurpose
 from isthmus_server.storage.checkpoints import replacing
@@ -165,15 +165,25 @@ def drop_unplanned(directory: Path, run_id: str, planned: Collection[tuple[int, 
     )
 
 
-def config_of(line: dict[str, str]) -> RoundConfig:
+def config_of(line: dict[str, str], directory: Path) -> RoundConfig:
     """The configuration of a sum.
 
+    Args:
+        line: of the sum.
+        directory: of the run that has it.
+
     Raises:
-        PeerMisbehaved, ValueError: the line has none.
+        DamagedError: the line has none.
     """
     from isthmus_privacy.secagg.config import RoundConfig  # loads PyTorch
 
-    return RoundConfig.from_bytes(base64.b64decode(line["config"]))
+    try:
+        return RoundConfig.from_bytes(base64.b64decode(line["config"]))
+    except (PeerMisbehaved, ValueError) as error:
+        raise DamagedError(
+            f"a sum of {directory / FILE} has no configuration ({error}); restore the file from a "
+            "backup, or remove it, and the run has no signed sums any more"
+        ) from error
 
 
 def _keep(directory: Path, kept: Callable[[RoundConfig], bool]) -> None:
@@ -182,7 +192,7 @@ def _keep(directory: Path, kept: Callable[[RoundConfig], bool]) -> None:
         return
     with replacing(directory / FILE) as file:
         for line in read_signed_sums(directory):
-            if "job" in line or kept(config_of(line)):
+            if "job" in line or kept(config_of(line, directory)):
                 file.write(_line(line) + b"\n")
 
 

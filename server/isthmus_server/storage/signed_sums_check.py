@@ -8,7 +8,8 @@ import hashlib
 
 from isthmus.errors import DamagedError, PeerMisbehaved
 from isthmus_privacy.crypto import keys
-from isthmus_privacy.crypto.canonical import tagged_hash
+from isthmus_privacy.crypto.canonical import Reader, tagged, tagged_hash
+from isthmus_privacy.purpose import BufferedPurpose, RunPurpose, TrainingPurpose
 from isthmus_privacy.secagg.cohort import keys_are_signed
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.graph import corrupt_clients
@@ -31,13 +32,15 @@ class _Checked:
     enrolments: set[tuple[bytes, Enrolment]] = dataclasses.field(default_factory=set)
     """Certificates whose signature was verified, by authority; a device has one for many sums."""
     configs: set[bytes] = dataclasses.field(default_factory=set)
-    devices: dict[tuple[int, int], set[str]] = dataclasses.field(default_factory=dict)
-    """In the sums of this run, by round and attempt."""
+    devices: dict[tuple[int, int], list[frozenset[str]]] = dataclasses.field(default_factory=dict)
+    """In each sum of this run, by round and attempt."""
     sums: int = 0
 
 
 def check_signed_sums(store: Store) -> str:
     """Check all signatures, and that committed rounds have accepted those who have signed.
+
+    Once a round has a sum, all later ones with devices have one: a file that was cut is found.
 
     Returns what was checked, as a sentence.
 
@@ -52,21 +55,25 @@ def check_signed_sums(store: Store) -> str:
     jobs = set()
     for line in read_signed_sums(store.directory):
         if "job" in line:
-            jobs.add(hashlib.sha256(line["job"].encode()).digest())
+            jobs.add(hashlib.sha256(line["job"].encode("utf-8", "surrogatepass")).digest())
             continue
         checked.sums += 1
         where = f"sum {checked.sums} of {store.directory / FILE}"
         try:
             config, in_sum = _check_sum(line, checked, where)
+            job = _opened_job(line)
         except PeerMisbehaved as error:
             raise _damaged(where, str(error)) from error
         if config.run_id == store.run_id:
-            checked.devices.setdefault((config.round, config.attempt), set()).update(in_sum)
+            if job not in (None, *jobs):
+                raise _damaged(where, "its devices have opened another job than those before it")
+            checked.devices.setdefault((config.round, config.attempt), []).append(in_sum)
+    secure = store.job.federated.secure_aggregation
     rounds = 0
     with_sums = 0
     for logged, _ in store.proved_attempts():
         attempt = (logged.planned.round, logged.planned.attempt)
-        devices = checked.devices.pop(attempt, set())
+        sums = checked.devices.pop(attempt, [])
         if not isinstance(logged.record, RoundRecord):
             continue
         accepted = {
@@ -75,7 +82,16 @@ def check_signed_sums(store: Store) -> str:
             if (receipt.regime, receipt.status) == ("federated", "accepted")
         }
         rounds += bool(accepted)
-        with_sums += bool(devices)
+        if secure and accepted and with_sums and not sums:
+            raise _damaged(
+                str(store.directory / FILE),
+                f"it has no sum of round {attempt[0]}, and one of an earlier round",
+            )
+        with_sums += bool(sums)
+        if logged.record.groups:
+            # The sum of a group may be refused after it was signed: then nobody of it is accepted.
+            sums = [devices for devices in sums if devices & accepted]
+        devices = frozenset[str]().union(*sums)
         if devices and devices != accepted:
             raise _damaged(
                 str(store.directory / FILE),
@@ -143,6 +159,21 @@ def _check_sum(
         if not valid:
             raise _damaged(where, f"signature {position} of its survivors is not valid")
     return config, frozenset(roster.names[at] for at in survivors.survivors.indices)
+
+
+def _opened_job(line: dict[str, str]) -> bytes | None:
+    """The SHA-256 of the job that the devices of a sum had opened; None if it has no purpose.
+
+    Raises:
+        PeerMisbehaved: its purpose cannot be read.
+    """
+    purpose = base64.b64decode(line["purpose"])
+    if not purpose:
+        return None
+    buffered = purpose.startswith(tagged(BufferedPurpose.TAG))
+    reader = Reader(purpose)
+    reader.take(len(tagged(BufferedPurpose.TAG if buffered else TrainingPurpose.TAG)))
+    return RunPurpose.read(reader).job  # it comes first
 
 
 def _decoded(line: dict[str, str], where: str) -> SignedSum:

@@ -160,8 +160,9 @@ def test_an_element_that_no_device_changes_stays_as_it_is(bits, clients, levels,
     update = torch.zeros(TILE + 3)
     update[::2] = torch.empty(len(update[::2])).uniform_(-clip, clip)
     total = sum(encode(config, update, weight=w).vector for w in (1, 7, 1000))
-    # The others have sent zeros: the middle level.
+    # The others have sent zeros, of the weight 1: the middle level.
     total[: config.size] += (clients - 3) * ((config.levels - 1) // 2)
+    total[config.size] += clients - 3
     mean = decode(config, total, clients=clients)
     assert torch.count_nonzero(mean.vector[1::2]) == 0
     assert torch.count_nonzero(mean.vector[::2]) > TILE / 3

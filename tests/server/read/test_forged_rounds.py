@@ -23,6 +23,12 @@ NOISE = (
     "privacy.participations=6",
 )
 BEST = ('evaluation.keep_best={name="loss",mode="max"}', "evaluation.deliver=best")
+SAMPLED = {
+    "kind": "sampled-gaussian",
+    "noise_multiplier": 1.0,
+    "sampling_probability": 0.5,
+    "steps": 1,
+}
 KINDS = {
     "secure": (),
     "noise": NOISE,
@@ -30,6 +36,13 @@ KINDS = {
     "average": ("strategy.served_average=0.5",),
     "scheduled": ("strategy.policy=schedule", "strategy.schedule=[{regime='federated'}]"),
     "buffered": ("federated.mode=buffered", "federated.buffer={concurrency=3}"),
+    "robust": (
+        "federated.robust=median",
+        "federated.robust_groups=3",
+        "federated.robust_minimum=3",
+        "federated.cohort=9",
+        "federated.quorum=9",
+    ),
 }
 """Runs of three rounds; the policy is `federated`, but for one."""
 
@@ -42,7 +55,7 @@ def recorded(deployment):
 
     async def recorded(kind):
         if kind not in _RECORDED:
-            await deployment.start()
+            await deployment.start(names=tuple("abcdefghi" if kind == "robust" else "abc"))
             store = deployment.create_run("run", "rounds=3", *KINDS[kind])
             await Coordinator(RunParts.of(store, deployment.link)).run()
             _RECORDED[kind] = b"".join(Transcript(store).lines())
@@ -93,6 +106,7 @@ def _nobody_accepted(entries, round_=2):
     record = _record(entries, round_)
     for receipt in record["receipts"]:
         receipt.update(status="dropped", reason="it left")
+    record["groups"] = {}
     _count(record)
 
 
@@ -146,6 +160,22 @@ def _uncharged(entries, round_):
     for content in _all(entries, "round"):
         if content["record"]["round"] >= round_:
             content["ledger_head"] = str(int(content["ledger_head"]) - lost)
+
+
+def _with_charge(entries, **changes):
+    """One more charge before all others, with these changes; each record states no epsilon."""
+    charges = _all(entries, "charge")
+    for each in charges:
+        each["number"] += 2
+        if "settles" in each:
+            each["settles"] += 2
+    more = copy.deepcopy(charges[0]) | {"number": 1}
+    more["charge"].update(what="comparison", **changes)
+    settled = {"number": 2, "settles": 1, "outcome": "committed"}
+    entries[1:1] = [("charge", more), ("charge", settled)]
+    for content in _all(entries, "round"):
+        content["ledger_head"] = str(int(content["ledger_head"]) + 2)
+        content["record"]["epsilon"] = 0.001
 
 
 def _commits(entries, round_, model, **more):
@@ -275,6 +305,11 @@ FORGERIES = {
         lambda entries: (_nobody_accepted(entries), _without_sum(entries, 2)),
         "has accepted 0 devices",
     ),
+    "robust: all groups were refused": (_nobody_accepted, "has accepted 0 devices"),
+    "robust: nobody has begun what was signed": (
+        _as_failed,
+        "is in a signed sum of round 3 attempt 1, of which no receipt says that it has begun",
+    ),
     "secure: nobody has begun what was signed": (
         _as_failed,
         "is in a signed sum of round 3 attempt 1, of which no receipt says that it has begun",
@@ -286,6 +321,20 @@ FORGERIES = {
     "noise: an attempt without an outcome, not charged": (
         lambda entries: (_uncharged(entries, 3), _without_outcome(entries)),
         "round 3 attempt 1 asked devices without a charge",
+    ),
+    "noise: a charge that is not added up": (
+        lambda entries: _with_charge(entries, event=SAMPLED),
+        "has the kind 'sampled-gaussian', and the unit of the charge is 'device'",
+    ),
+    "noise: a charge of examples that is another's": (
+        lambda entries: _with_charge(entries, unit="example", adjacency="add-or-remove"),
+        "has the kind 'zero-concentrated', and the unit of the charge is 'example'",
+    ),
+    "noise: a charge of examples": (
+        lambda entries: _with_charge(
+            entries, unit="example", adjacency="add-or-remove", event=SAMPLED
+        ),
+        "states epsilon 0.001, and its charges add up to",
     ),
     "noise: a round not charged": (
         lambda entries: (

@@ -21,6 +21,7 @@ from isthmus_server.regimes.aggregation.rule import AggregatedRound, SingleUpdat
 from isthmus_server.regimes.aggregation.rule_extension import RuleAggregator
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_server.storage.recovery import verify
 from isthmus_verify.check import check
 from isthmus_verify.violation import Violation
 
@@ -242,6 +243,7 @@ async def test_a_sum_that_honest_devices_cannot_have_is_no_group_s(
     for receipt in record.receipts:
         assert (receipt.status == "accepted") == (receipt.group != bad)
     assert record.participants.accepted == 9
+    assert not [each.damage for each in verify(deployment._stores[-1].directory) if each.damage]
 
 
 async def test_a_group_out_of_all_proportion_is_left_out_and_fails_nothing(deployment, trained):

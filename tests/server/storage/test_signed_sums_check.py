@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from isthmus.errors import DamagedError, UserError
+from isthmus_server.read.transcript import Transcript
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.recovery import verify
@@ -42,10 +44,38 @@ async def test_intact_sums_are_counted(signed):
     whole = "sums with valid signatures, of 2 of 2 committed rounds with devices"
     count = sum("roster" in line for line in lines)
     assert finding(directory).checked == f"signed-sums.jsonl: {count} {whole}"
-    write(path, lines[:-1])
-    assert finding(directory).checked.endswith("of 1 of 2 committed rounds with devices")
     path.unlink()
     assert not [each for each in verify(directory) if "signed" in each.checked]
+
+
+async def test_a_file_that_was_cut_is_damage(signed):
+    directory, path, lines = signed
+    write(path, lines[:-1])
+    assert "it has no sum of round 2, and one of an earlier round" in finding(directory).damage
+    write(path, lines)
+    path.write_bytes(path.read_bytes()[:-30])  # as a crash would leave it before the commit
+    assert "it has no sum of round 2, and one of an earlier round" in finding(directory).damage
+
+
+@pytest.mark.parametrize("job", ["another", "\ud800"])
+async def test_another_job_than_devices_have_opened_is_damage(signed, job):
+    directory, path, lines = signed
+    write(path, [{"job": job}, *lines[1:]])
+    assert "its devices have opened another job than those" in finding(directory).damage
+
+
+@pytest.mark.parametrize("config", ["", "AAAA", "€€", "\ud800"])
+async def test_what_cannot_be_read_is_named_by_the_transcript(signed, deployment, config):
+    _, path, lines = signed
+    store = deployment.reopen(deployment._stores[0])
+    store.reopen()  # under way: sums that its log does not have are left out
+    write(path, [{**line, "config": config} if "roster" in line else line for line in lines])
+    with pytest.raises(DamagedError, match=r"a sum of .*signed-sums\.jsonl has no configuration"):
+        list(Transcript(store).lines())
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=r"signed-sums\.jsonl"):
+        list(Transcript(store).lines())
 
 
 @pytest.mark.parametrize(
