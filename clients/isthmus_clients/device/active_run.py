@@ -112,8 +112,8 @@ class ActiveRun:
         if work.task_digest and work.task_digest != digest:
             raise TaskError(
                 f"the code of task.source={job.task.source!r} on this device differs from the "
-                "server's, so that their updates cannot be summed; install the server's version "
-                f"in {base}"
+                "server's, so that their updates cannot be summed; install the server's version in "
+                "the directory of tasks"
             )
         purpose = RunPurpose.of(
             job=work.job, task=digest, layout=work.layout, frozen=fingerprint_of(work.frozen)

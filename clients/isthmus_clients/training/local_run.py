@@ -118,7 +118,7 @@ class DeviceRun:
         source = self.job.task.source
         base, data = locate(source, self.job, Path(work.base), data, tasks)
         if tasks is not None and (start is None or TOKENIZER in self.job.task.settings):
-            self.job.model.check_inside(tasks)
+            self.job.model.check_inside()
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
         self.model, division, form = _build(self.task, self.job, work, base, start)
         self._form = form

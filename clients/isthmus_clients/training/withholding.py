@@ -40,6 +40,8 @@ _NO_MEMORY = (
     "can't start new thread",
 )
 """What PyTorch and Python say then, in a plain `RuntimeError`."""
+_BROKEN = ("CUDA error:", "HIP error:")
+"""How errors of an accelerator begin after which all others of the process fail, too."""
 
 
 class DetailsWithheld(IsthmusError):
@@ -84,6 +86,20 @@ def may_be_of_server(error: BaseException) -> bool:
     each: BaseException | None = error
     while each is not None:
         if isinstance(each, (TaskInterrupted, MemoryError)) or _says_what_lacks(each):
+            return True
+        each = each.__cause__
+    return False
+
+
+def has_broken_accelerator(error: BaseException) -> bool:
+    """Whether nothing can be computed on an accelerator any more in the process of this error.
+
+    >>> has_broken_accelerator(RuntimeError("CUDA error: device-side assert triggered"))
+    True
+    """
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, RuntimeError) and str(each).startswith(_BROKEN):
             return True
         each = each.__cause__
     return False

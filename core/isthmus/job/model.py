@@ -51,7 +51,7 @@ class ModelSection(Section):
             )
         return self
 
-    def check_inside(self, folder: Path) -> None:
+    def check_inside(self) -> None:
         """Refuse files that are not in the directory of a machine's tasks, by their names.
 
         Links that are in it were put there by its owner, and are followed.
@@ -66,8 +66,8 @@ class ModelSection(Section):
             parts = PurePosixPath(path).parts
             if PurePosixPath(path).is_absolute() or ".." in parts:
                 raise JobError(
-                    f"model.{key}={path!r} is not below {folder}, where this machine keeps what "
-                    "its owner allows; put the files there, and name them from there"
+                    f"model.{key}={path!r} is not below the directory of tasks, where this machine "
+                    "keeps what its owner allows; put the files there, and name them from there"
                 )
 
 

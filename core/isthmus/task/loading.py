@@ -113,8 +113,8 @@ def check_installed(
     path = (tasks / where).resolve()
     if not where.endswith(".py") or not path.is_relative_to(tasks.resolve()) or not path.is_file():
         raise TaskError(
-            f"{key}={source!r} is not a file in {tasks}, where this machine keeps the tasks "
-            "its owner allows; put it there"
+            f"{key}={source!r} is not a file in the directory of tasks, where this machine keeps "
+            "those that its owner allows; put it there"
             + (", or name another directory with --tasks" if movable else "")
         )
     _check_spelling(where, tasks, f"{key}={source!r}")
@@ -135,11 +135,11 @@ def _check_spelling(where: str, base: Path, setting: str) -> None:
         try:
             names = {each.name for each in folder.iterdir()}
         except OSError as error:
-            raise TaskError(f"{setting}: {folder} cannot be read: {error.strerror}") from None
+            raise TaskError(f"{setting}: a folder cannot be read: {error.strerror}") from None
         if part in ("", ".", "..") or part not in names:
             raise TaskError(
-                f"{setting}: write the path as its files are named in {base}, without '.', '..' "
-                "and repeated slashes"
+                f"{setting}: write the path as its files are named in their folders, without '.', "
+                "'..' and repeated slashes"
             )
         folder /= part
 

@@ -129,7 +129,7 @@ class RequestHandler:
         data = self._data
         if self._tasks is not None:
             check_installed(job.task.source, self._tasks)
-            job.model.check_inside(self._tasks)
+            job.model.check_inside()
             base = self._tasks
         elif data is None:
             data = job.task.data_in(base)

@@ -87,8 +87,8 @@ class DeviceExamplesPlan:
                     f"than {LARGEST_NOISE:g} times the clipping bound; raise epsilon, or lower "
                     "batch_size, participations or the local steps"
                 )
-        said = (privacy.model_dump_json(), settings.batch_size, settings.local_steps)
-        said += (settings.local_epochs, participations)
+        lengths = (settings.batch_size, settings.local_steps, settings.local_epochs, participations)
+        said = (privacy.model_dump_json(), *lengths)
         name = hashlib.sha256(repr(said).encode()).hexdigest()[:_NAME_DIGITS]
         plan = cls(privacy, participations, multiplier, probability, steps, name)
         if plan.epsilon(1) > privacy.epsilon:

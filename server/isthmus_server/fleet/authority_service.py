@@ -38,6 +38,9 @@ _IDLE_SECONDS = 10.0
 """A connection without a call is closed after this time."""
 _GROWN = 1.25
 """An enrolment is signed anew once the fleet has grown by this factor."""
+_COUNTED_SECONDS = 90.0 * 86_400
+"""Time for which a device without a valid certificate still counts as one of the fleet: renewals
+pass through the server, which could make the fleet small by passing on those it likes."""
 
 
 class AuthorityService:
@@ -145,7 +148,7 @@ class AuthorityService:
             return
         assert isinstance(registry, Registry)
         certificates = registry.certificates()
-        population = registry.devices()
+        population = registry.devices(_COUNTED_SECONDS)
         part = pb.RegistryPart(version=version, revoked=sorted(registry.revoked_identities()))
         for entry in registry.participants():
             issued = certificates.get(entry.name, [])

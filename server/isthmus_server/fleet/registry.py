@@ -359,13 +359,17 @@ class Registry:
             found.setdefault(name, []).append((rest[0], rest[1]))
         return found
 
-    def devices(self) -> int:
-        """Number of edge devices with a valid certificate, at least 1."""
+    def devices(self, ended_within: float = 0.0) -> int:
+        """Number of edge devices with a certificate that is valid, at least 1.
+
+        `ended_within`: or that ended in so many seconds before.
+        """
         query = (
             "SELECT count(DISTINCT p.name) FROM participants p JOIN certificates c USING (name) "
             "WHERE p.kind='client' AND p.revoked IS NULL AND c.not_after>?"
         )
-        return max(1, int(self._db.execute(query, (self._now(),)).fetchone()[0]))
+        since = self._now() - ended_within
+        return max(1, int(self._db.execute(query, (since,)).fetchone()[0]))
 
     def revoked_identities(self) -> set[bytes]:
         """Return Ed25519 public keys that are no longer accepted."""

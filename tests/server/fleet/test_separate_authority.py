@@ -219,9 +219,36 @@ async def test_only_devices_are_enrolled_for_sums(separate):
         await separate.member(name, kind)
     await server.members._sync(not_before=time.monotonic())
     copy = server.members.copy
-    assert {each.name for each in copy.participants()} == {"phone", "cluster"}
+    assert {"phone", "cluster"} <= {each.name for each in copy.participants()}
     assert Enrolment.from_bytes(copy.enrolment("phone")).name == "phone"
     assert copy.enrolment("cluster") == b""
+
+
+async def test_a_server_that_passes_on_few_renewals_makes_no_small_fleet(separate, monkeypatch):
+    """Selections of devices are limited by how many are enrolled; renewals pass through it."""
+    await separate.listen()
+    phone, *_ = [await separate.member(name) for name in ("phone", "tablet", "watch")]
+    service = separate.authority
+
+    def population(days):
+        now = time.time() + days * 86_400
+        for place in (service.members.registry, service.members._writer, service._authority):
+            if place is not None:
+                monkeypatch.setattr(place, "_now" if hasattr(place, "_now") else "now", lambda: now)
+        monkeypatch.setattr(service.members, "now", lambda: now)
+        monkeypatch.setattr(service.members, "_now", lambda: now, raising=False)
+        members = [each for part in service.parts("") for each in part.members]
+        (own,) = [each for each in members if each.name == "phone"]
+        return Enrolment.from_bytes(own.enrolment).population
+
+    assert population(0) == 3
+    server = tls.Subject(kind=tls.SERVER, name="hub", identity=bytes(32), serial="", not_after=0.0)
+    for days in (5, 10):
+        assert population(days) == 3
+        serial = tls.subject_of(phone.certificate).serial
+        request = pb.RenewRequest(name="phone", serial=serial, signing_request=phone.next_request())
+        phone.renewed(await service.renew(request, server))
+    assert population(11) == 3
 
 
 async def test_the_enrolment_key_is_the_one_that_the_token_commits_to(separate):

@@ -25,7 +25,11 @@ from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.sandbox.confinement import confine
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.task_host import InProcessHost, train_in
-from isthmus_clients.training.withholding import INTERRUPTED, may_be_of_server
+from isthmus_clients.training.withholding import (
+    INTERRUPTED,
+    has_broken_accelerator,
+    may_be_of_server,
+)
 
 if TYPE_CHECKING:
     from isthmus_clients.training.local_run import DeviceRun
@@ -74,13 +78,18 @@ class TaskWorker:
             request, handles = self._requests.get()
             self._woken.clear()
             self._throttle.begin()
+            broken = False
             try:
                 memory = [memoryview(mapped(handle, filled=True)) for handle in handles]
                 reply = self._execute(request, memory)
             except Exception as error:  # noqa: BLE001 - reported to the agent
                 reply = _failure(error)
+                broken = has_broken_accelerator(error)
             self._throttle.pause()
             self._reply(request.id, reply)
+            if broken:
+                # Or all later work here would fail as well, whatever model and data that is of.
+                os._exit(1)
 
     def _read(self) -> None:
         try:

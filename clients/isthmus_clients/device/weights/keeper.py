@@ -271,7 +271,7 @@ class WeightKeeper:
         places = [path.expanduser() for path in self._guard.limits.weights.folders]
         if job.model.start is not None:
             try:
-                job.model.check_inside(self._tasks)
+                job.model.check_inside()
             except JobError:
                 pass
             else:

@@ -59,7 +59,7 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
 
         check_robust(federated)
     check_budgets(job)
-    job.model.check_inside(tasks)
+    job.model.check_inside()
     if job.task.data is not None:
         path = (tasks / job.task.data).resolve()
         if not path.is_relative_to(tasks.resolve()):

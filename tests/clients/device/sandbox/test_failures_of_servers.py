@@ -78,5 +78,22 @@ async def test_a_cancelled_id_that_is_used_again_is_no_vector_of_zeros(make_devi
         await trained(agent, "again")
 
 
+BREAKING = """
+    def forward(self, model, inputs):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+"""
+
+
+async def test_a_process_whose_accelerator_is_broken_computes_nothing_else(make_device):
+    """Later trainings would fail by what a device was asked before."""
+    device = make_device(BREAKING)
+    agent = await opened(device)
+    process = device.host.process
+    assert await trained(agent) is None
+    process.wait()
+    assert await trained(agent, "again") is None
+    assert device.host.process is not process
+
+
 async def test_a_failure_of_the_task_is_a_vector_of_zeros(make_device):
     assert await trained(await opened(make_device(FAILING))) is None
