@@ -115,6 +115,7 @@ def test_an_owner_who_allows_no_state_refuses_the_run(opening, tmp_path):
     tasks = tmp_path / "tasks"
     state.mkdir()
     tasks.mkdir()
+    (tasks / "task.py").touch()  # which is not loaded
     host = ProcessHost(WHO, None, tasks, 1, state=state, limits=OwnerLimits())
     try:
         with pytest.raises(AdmissionRefused, match="its owner allows personal_mb=0 for all runs"):
