@@ -64,9 +64,9 @@ def attempted(what: str, work: Callable[[], _Result]) -> _Result | None:
     """
     try:
         return work()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - it is logged, and must not reach the server
         if may_be_of_server(error):
-            log.exception("%s failed", what)
+            _log_failure(f"{what} failed", error)
             raise DetailsWithheld from None
         _log_failure(f"{what} failed; this device takes part without effect", error)
         return None

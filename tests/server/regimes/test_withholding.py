@@ -257,7 +257,7 @@ async def test_the_text_of_an_exception_never_reaches_the_server(
     else:
         reply = await attacker.train(start)
     assert (SECRET.encode() in attacker.proxy.received) == (not protected)
-    if protected and where == "opening":
+    if protected and where in ("opening", "memory"):  # which a server can have used up
         assert reply.failure.reason == WITHHELD
     elif protected:
         assert reply.trained == link_pb2.Trained(secure=reply.trained.secure)

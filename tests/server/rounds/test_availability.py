@@ -33,9 +33,8 @@ def test_a_device_is_asked_as_often_as_its_noise_is_made_for(make_job):
     assert resumed.seconds_until("a", ()) == math.inf
 
 
-def test_with_noise_of_the_job_only_devices_know(make_job):
-    attempts = [records.failed_attempt(1, [asked("a")])] * 5
-    availability = DeviceAvailability(
-        make_job(*KEYS, "federated.privacy.noise=2"), Clock(), attempts
-    )
-    assert availability.seconds_until("a", ()) == 0
+def test_with_noise_of_the_job_it_is_asked_as_often(make_job):
+    attempts = [records.failed_attempt(1, [asked("a")])]
+    job = make_job(*KEYS, "federated.privacy.noise=2")
+    assert DeviceAvailability(job, Clock(), attempts).seconds_until("a", ()) == 0
+    assert DeviceAvailability(job, Clock(), attempts * 2).seconds_until("a", ()) == math.inf
