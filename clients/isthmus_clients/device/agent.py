@@ -128,6 +128,7 @@ class Agent:
         self._group = group
         self.hours = hours
         self.tasks = tasks
+        self._places = {"--tasks": tasks, "--data": data}
         self._account = account or ExamplesAccount(None)
         self._tally = tally or UpdateTally(None)
         self._own_figures = own_figures
@@ -205,6 +206,7 @@ class Agent:
             proxy=proxy,
             stays=self._guard is not None and not self._guard.limits.hang_up,
             others=others,
+            places=self._places,
         )
         self._pull = uplink.piece
         self._link_received = uplink.received

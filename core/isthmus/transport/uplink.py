@@ -13,7 +13,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -42,6 +43,7 @@ from isthmus.transport.blobs import (
 )
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.mirrors import MirrorSources
+from isthmus.transport.own_places import OwnPlaces
 from isthmus.transport.renewal import CertificateRenewal
 from isthmus.transport.requests import (
     OpenRequest,
@@ -143,6 +145,7 @@ class Uplink:
         proxy: ProxyChoice | None = None,
         stays: bool = False,
         others: Sequence[str] = (),
+        places: Mapping[str, Path | None] | None = None,
     ) -> None:
         """Set up the connection; `run` opens it.
 
@@ -167,6 +170,8 @@ class Uplink:
             stays: does not hang up when the server does not need it.
             others: further addresses of the server and of its aggregators, which are tried in turn
                 when one does not answer.
+            places: directories of this machine by the options that name them, for sentences in
+                their place: a server on another machine reads no path of them, nor of the state.
 
         Raises:
             UserError: the server is on another machine and there is no membership, the membership
@@ -191,6 +196,11 @@ class Uplink:
         self.identity = identity if membership is None else membership.identity_public
         self.on_welcome = on_welcome
         self.longest_pause = longest_pause
+        self._places = (
+            None
+            if membership is None
+            else OwnPlaces({"--state": membership.directory, **(places or {})})
+        )
         self._wanted = wanted
         self._held = held
         self._sources = sources
@@ -698,8 +708,15 @@ class Uplink:
         job.reply = reply
         if reply.HasField("failure"):  # for the owner, who does not see the server's report
             log.warning("%s could not execute a request: %s", self.name, reply.failure.reason)
+            reply.failure.reason = self._told(reply.failure.reason)
+        if reply.HasField("app_replied"):
+            reply.app_replied.error = self._told(reply.app_replied.error)
         if self._stream is not None:
             await self._stream.send_quietly(link_pb2.Envelope(reply=reply))
+
+    def _told(self, text: str) -> str:
+        """A text as the server reads it."""
+        return text if self._places is None else self._places.hidden(text)
 
     def _progress(self, job: OpenRequest, progress: link_pb2.Progress) -> None:
         now = time.monotonic()
@@ -708,6 +725,7 @@ class Uplink:
                 return
             job.reported_at = now
         progress.id = job.id
+        progress.note = self._told(progress.note)
         message = link_pb2.Envelope(progress=progress)
         stream = self._stream
         loop = self._loop

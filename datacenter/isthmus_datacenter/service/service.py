@@ -75,6 +75,7 @@ class DatacenterService:
         """
         self.name = name
         self.state = state.resolve()
+        self._places = {"--tasks": tasks, "--data": data, "--state": state}
         # First: everything below uses files of the directory.
         self._lock_file = _lock(self.state)
         self._files = TransferFiles(self.state / "exchange")
@@ -129,6 +130,7 @@ class DatacenterService:
             held=self._handler.held_model,
             sources=sources,
             proxy=proxy,
+            places=self._places,
         )
         # Before the connection, so that the ranks are warm when the first request comes.
         self.start()
