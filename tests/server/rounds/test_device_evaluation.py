@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 
@@ -311,6 +312,26 @@ async def test_a_loss_that_is_not_a_number_is_in_the_sum_and_not_told_of_a_devic
     assert math.isnan(row.metrics["devices_accuracy"])
     assert row.metrics["devices_loss"] > 0
     assert row.evaluation.sums["accuracy"][2] > 0
+
+
+@pytest.mark.parametrize("secure", [True, False])
+async def test_counts_that_no_data_have_are_in_no_metric(deployment, monkeypatch, secure):
+    """One device sends -1 for every count, once: a mean of all would be nan, or a share above 1."""
+    measure = EvaluationVector.measure
+    calls = itertools.count()
+
+    def measured_by_liar(vector, *arguments):
+        counts = measure(vector, *arguments)
+        return -torch.ones_like(counts) if next(calls) == 0 else counts
+
+    monkeypatch.setattr(EvaluationVector, "measure", measured_by_liar)
+    await deployment.start(WITHOUT_CENTRAL, NAMES)
+    settings = (f"federated.secure_aggregation={str(secure).lower()}", "evaluation.quorum=3")
+    store, _, _ = await run(deployment, "run", *settings, "attempts=2")
+    (row,) = read_report(store).rounds
+    assert 0 <= row.metrics["devices_accuracy"] <= 1
+    assert row.metrics["devices_loss"] > 0
+    assert row.evaluation.devices == (4 if secure else 3)  # of a second sum, or without the liar
 
 
 async def test_a_round_is_kept_when_its_evaluation_fails(deployment):

@@ -159,6 +159,18 @@ class EvaluationVector:
             model.train(was_training)
         return torch.cat([metric.counts(tallies[name]) for name, metric in self.metrics.items()])
 
+    def check(self, total: torch.Tensor, devices: int) -> None:
+        """Refuse a sum of vectors, int64 (size), that no data of so many devices have.
+
+        Raises:
+            ValueError: with the metric.
+        """
+        for name, metric, part in self._parts(total):
+            try:
+                metric.check(part, devices)
+            except ValueError as error:
+                raise ValueError(f"the counts of {name!r} are none of data: {error}") from None
+
     def figures(self, total: torch.Tensor) -> dict[str, float]:
         """The metrics of a sum of vectors, int64 (size), with the prefix `DEVICES`."""
         figures: dict[str, float] = {}

@@ -88,6 +88,15 @@ class DeviceMetric(abc.ABC):
         """
         return whole(tally)
 
+    def check(self, total: torch.Tensor, devices: int) -> None:
+        """Refuse a sum of counts, int64 (size), that no data of so many devices have.
+
+        Raises:
+            ValueError: it is one.
+        """
+        if bool((total < 0).any()):
+            raise ValueError("a count is below 0")
+
     def published(self, total: torch.Tensor) -> torch.Tensor:
         """The part of a sum of counts, int64 (size), that reports have."""
         return total
@@ -228,6 +237,24 @@ class Mean(DeviceMetric):
                 f"{SMALLEST_WEIGHT:g} cannot be counted exactly; multiply all weights by one "
                 "number in metrics(), which changes no mean"
             )
+
+    def check(self, total: torch.Tensor, devices: int) -> None:
+        """See `DeviceMetric.check`: a mean is within the bounds, and each device is in one bin."""
+        super().check(total[1:], devices)
+        summed, units, not_finite, clipped, *histogram = total.tolist()
+        # With weights each count of a device is rounded, that of values which are not finite up.
+        rounding = devices if self.weighted else 0
+        if not_finite + clipped > units + 3 * rounding:
+            raise ValueError("more values are clipped or not finite than there are")
+        weight = units * self.unit
+        lowest = min(self.low * weight, self.low * (units - not_finite) * self.unit)
+        highest = max(self.high * weight, self.high * (units - not_finite) * self.unit)
+        # Of whole steps, and of adding many values in float64.
+        slack = 2 * devices * self.step + 1e-9 * max(abs(lowest), abs(highest))
+        if not lowest - slack <= summed * self.step <= highest + slack:
+            raise ValueError(f"the mean is not from {self.low:g} to {self.high:g}")
+        if sum(histogram) > devices:
+            raise ValueError("a device has more than one mean")
 
     def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
         """The mean, nan if a value was not finite; how many were clipped, if any; and quantiles.

@@ -159,7 +159,7 @@ class RoundEvaluator:
         started = self._clock.now()
         first = spec.attempt * TRIES
         sums, tried, failure = await self._tried(
-            vector.size, spec.round, lambda last, failed: first + failed
+            vector, spec.round, lambda last, failed: first + failed
         )
         self._check_counted(sums, failure)
         clipped = {} if sums is None else vector.clipped(sums.total)
@@ -224,7 +224,7 @@ class RoundEvaluator:
             now = int(self._clock.utc())
             return now if last is None else max(now, last + 1)
 
-        sums, _, failure = await self._tried(vector.size, 1, number)
+        sums, _, failure = await self._tried(vector, 1, number)
         if sums is None:
             raise CannotContinue(
                 f"the devices' data could not be counted: {failure}; a device takes part in "
@@ -233,7 +233,10 @@ class RoundEvaluator:
         return sums
 
     async def _tried(
-        self, size: int, round_: int, number: Callable[[int | None, int], int]
+        self,
+        vector: EvaluationVector | StatisticsVector,
+        round_: int,
+        number: Callable[[int | None, int], int],
     ) -> tuple[Answers | None, list[Sequence[Receipt]], RoundFailed | None]:
         """The sums, the receipts of each attempt, and the last failure.
 
@@ -250,7 +253,15 @@ class RoundEvaluator:
             async def attempt() -> Answers:
                 nonlocal trying
                 trying = number(last, retries.failed)
-                return await self._questions.ask(self._question(size, round_, trying, offer))
+                sums = await self._questions.ask(self._question(vector, round_, trying, offer))
+                try:
+                    self._check(vector, sums.total, sums.devices)
+                    for total, devices in sums.groups.values():
+                        self._check(vector, total, devices)
+                except ValueError as error:
+                    reason = f"the sum of the evaluation is one that devices cannot have: {error}"
+                    raise AttemptFailed(reason, sums.receipts) from None
+                return sums
 
             def note_failure(failed: RoundFailed, _last: bool) -> None:
                 nonlocal failure, last
@@ -273,9 +284,27 @@ class RoundEvaluator:
             return contextlib.nullcontext(Offer(link_pb2.Blob()))
         return self._publication.served()
 
-    def _question(self, size: int, round_: int, attempt: int, offer: Offer) -> Question:
+    def _check(
+        self, vector: EvaluationVector | StatisticsVector, total: torch.Tensor, devices: int
+    ) -> None:
+        """Refuse a sum of counts that no data have; one with noise may be any.
+
+        Raises:
+            ValueError: it is one.
+        """
+        if self._context.privacy is None and isinstance(vector, EvaluationVector):
+            vector.check(total, devices)
+
+    def _question(
+        self,
+        vector: EvaluationVector | StatisticsVector,
+        round_: int,
+        attempt: int,
+        offer: Offer,
+    ) -> Question:
         """An attempt at an evaluation of the offered model, or at statistics without one."""
         job = self._job
+        size = vector.size
         context = self._context
         measured = job.statistics if job.statistics.collect else job.evaluation
         settings = measured.on_devices(job.federated)
@@ -305,8 +334,12 @@ class RoundEvaluator:
                 raise UpdateError(f"it sent {len(counts)} counts where the task has {size}")
             if not all(abs(count) <= LARGEST for count in counts):
                 raise UpdateError(f"one of its counts is above {LARGEST}")
-            vector = torch.tensor(counts, dtype=torch.int64)
-            return vector if whole else numbers_of(vector)
+            numbers = torch.tensor(counts, dtype=torch.int64)
+            try:
+                self._check(vector, numbers, 1)
+            except ValueError as error:
+                raise UpdateError(str(error)) from None
+            return numbers if whole else numbers_of(numbers)
 
         return Question(
             kind="evaluation",

@@ -223,3 +223,46 @@ def test_the_largest_weight_of_a_device_can_be_sent():
 def test_weights_belong_to_the_values():
     with pytest.raises(TaskError, match=r"True or False; return the weights from metrics\(\)"):
         Mean(weighted=torch.ones(3))
+
+
+ANY = st.lists(
+    st.one_of(st.floats(-1e3, 1e3), st.sampled_from([math.nan, math.inf, -0.7, 0.9])), max_size=20
+)
+WEIGHTS = st.floats(1 / 256, 1e3)
+
+
+@given(data=st.data(), bins=st.sampled_from([0, 7]), weighted=st.booleans())
+def test_counts_of_data_are_never_refused(data, bins, weighted):
+    metric = Mean(-0.7, 0.9, bins=bins, weighted=weighted)
+    devices = []
+    for values in data.draw(st.lists(ANY, min_size=1, max_size=5)):
+        device = [torch.tensor(values, dtype=torch.float64)]
+        if weighted:
+            size = len(values)
+            weights = data.draw(st.lists(WEIGHTS, min_size=size, max_size=size))
+            device.append(torch.tensor(weights, dtype=torch.float64))
+        devices.append(device)
+        metric.check(summed(metric, device), 1)
+    metric.check(summed(metric, *devices), len(devices))
+
+
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    [
+        ([0, -1, 0, 0, 0, 0], "a count is below 0"),
+        ([0, 4, 3, 2, 0, 0], "more values are clipped or not finite than there are"),
+        ([5 * 2**28, 4, 0, 0, 0, 0], "the mean is not from 0 to 1"),
+        ([-(2**28), 4, 0, 0, 0, 0], "the mean is not from 0 to 1"),
+        ([2**28, 4, 0, 0, 1, 1], "a device has more than one mean"),
+    ],
+)
+def test_counts_that_no_data_have_are_refused(counts, why):
+    metric = Mean(bins=2)
+    with pytest.raises(ValueError, match=why):
+        metric.check(torch.tensor(counts), 1)
+    for other in (
+        Confusion(2, lambda output, target: (output, target)),
+        BinnedScores(None, bins=2),
+    ):
+        with pytest.raises(ValueError, match="a count is below 0"):
+            other.check(torch.full((other.size,), -1), 3)
