@@ -316,7 +316,8 @@ class Rounds:
             raise Violation(
                 f"{where} states epsilon {shown(record.get('epsilon'))}, which no such job has"
             )
-        sums = self._check_asked(plan, sent)
+        # A device that sends its refusal has not begun, and its charge may be released.
+        sums = self._check_asked(plan, sent & started)
         for each in sums:
             # An attempt can fail at something after its sum, and then has no receipts at all.
             if self._groups and (missing := each.devices - started):
@@ -335,7 +336,7 @@ class Rounds:
 
         Args:
             plan: of the attempt.
-            sent: devices whose receipts say that they have sent a result.
+            sent: devices whose receipts say that they have begun, and sent a result.
 
         Returns:
             The sums that they have signed.

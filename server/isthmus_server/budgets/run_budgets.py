@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
 from isthmus_privacy.dp.ledger import (
@@ -18,7 +19,7 @@ from isthmus_privacy.dp.ledger import (
     last_known,
 )
 from isthmus_privacy.dp_sgd.device_examples import check_device_examples
-from isthmus_server.budgets.budget import ROUND, PrivacyBudget
+from isthmus_server.budgets.budget import ROUND, UNIT, PrivacyBudget
 from isthmus_server.budgets.examples_budget import EXAMPLE, ExamplesBudget
 from isthmus_server.budgets.populations import (
     Populations,
@@ -81,7 +82,7 @@ class RunBudgets:
             own.keep_head_in(store.directory / HEAD_FILE)
             _check_logged(store, own)
 
-            def ledgers(population: str) -> RunLedgers:
+            def ledgers(population: str, unit: str) -> RunLedgers:
                 # A run of a comparison or a server is charged there, by every command.
                 found = populations or shared_with(store.directory, population)
                 if found is None:
@@ -89,6 +90,7 @@ class RunBudgets:
                     return RunLedgers(store.run_id, population, own)
                 note_shared(store.directory, population)
                 shared = opened.enter_context(found.ledger(population))
+                _check_unit(shared, population, unit)
                 both = RunLedgers(store.run_id, population, own, shared)
                 both.check()
                 return both
@@ -98,12 +100,12 @@ class RunBudgets:
                 devices = PrivacyBudget(
                     store.job,
                     privacy,
-                    ledgers(privacy.population),
+                    ledgers(privacy.population, UNIT),
                     store.directory,
                     state.clip,
                 )
             if steps is not None:
-                examples = ExamplesBudget(steps, ledgers(steps.privacy.population))
+                examples = ExamplesBudget(steps, ledgers(steps.privacy.population, EXAMPLE))
             return cls(devices, examples, own, opened.pop_all())
 
     def close(self) -> None:
@@ -152,6 +154,21 @@ def _check_alone(run: Path, population: str) -> None:
             "what was spent is not known and nobody is asked; restore the ledger with its head, "
             "continue the run where it was, or make a branch of it there"
         )
+
+
+def _check_unit(ledger: Ledger, population: str, unit: str) -> None:
+    """Refuse a population whose ledger is about another unit: their epsilons do not add up.
+
+    Raises:
+        UserError: it is.
+    """
+    for entry in ledger.entries.values():
+        charge = entry.charge
+        if charge.population == population and charge.unit != unit:
+            raise UserError(
+                f"other runs protect each {charge.unit} of the population {population!r}, and "
+                f"this job each {unit}, whose epsilons do not add up; choose another population"
+            )
 
 
 def _check_logged(store: Store, own: Ledger) -> None:

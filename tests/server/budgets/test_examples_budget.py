@@ -149,7 +149,8 @@ async def test_runs_of_a_server_share_the_budget_of_a_population(
     await coordinator.run()
     populations = Populations(tmp_path / "privacy")
     with populations.ledger("datacenter") as ledger:
-        ledger.reserve(charge((), population="datacenter", event=STEPS, run="another"))
+        other = {"population": "datacenter", "unit": "example", "run": "another"}
+        ledger.reserve(charge((), event=STEPS, **other))
     budget = Composition().plus(STEPS, 2).epsilon(1e-4)
     keys = ("datacenter.ranks=1", "federated.clients=3", f"datacenter.privacy.epsilon={budget}")
     store = deployment.create_run("second", *PRIVATE, *keys)
@@ -172,3 +173,16 @@ async def test_noise_with_which_one_step_overspends_is_refused_before_there_is_a
     with pytest.raises(JobError, match=r"^datacenter\.privacy\.noise=0\.5 is too little: a single"):
         LocalRun.new(job, tmp_path, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+async def test_a_population_of_devices_is_none_of_examples(deployment, tmp_path):
+    """Their epsilons would be added up, and the budget of one be spent by the other."""
+    await deployment.start()
+    populations = Populations(tmp_path / "populations")
+    with populations.ledger("clinic") as shared:
+        shared.reserve(charge(("a", "b"), run="another", population="clinic"))
+    settings = ("datacenter.ranks=1", "datacenter.privacy.population=clinic")
+    store = deployment.create_run("run", *PRIVATE, *settings)
+    sentence = "other runs protect each device of the population 'clinic', and this job each exam"
+    with pytest.raises(UserError, match=sentence):
+        RunParts.of(store, deployment.link, populations=populations)

@@ -167,6 +167,7 @@ async def test_a_ledger_that_was_cut_or_edited_ends_the_run_before_anybody_is_as
 
 async def test_charges_after_the_last_commit_cannot_be_cut_either(deployment):
     """Nothing is committed, so that the run's state knows no line; its log knows who was asked."""
+    deployment.honest = False  # the run stays as it is without its ledger
     await deployment.start()
     deployment.faults["b"][1, 1] = "the battery is empty"
     store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=2")
