@@ -366,7 +366,7 @@ def a_weight_that_cancels_those_of_the_others_where_the_updates_are_small():
     update = torch.full((4,), 1e-3)
     counts = sum(counts_of(update, [update], weight=20) for _ in range(20))
     total = sum(encode(config, update, weight=20).vector for _ in range(20))
-    total[4] = 1
+    total[4] = 20  # as much as 20 updates have at least
     decode(config, total, clients=20, ranges=Ranges.of(counts, 20))
 
 
@@ -401,5 +401,6 @@ def a_magnitude_beyond_the_agreed_range():
 
 @expect_refusal("zero-total-weight")
 def no_client_has_any_examples():
-    config = make_config()
-    decode(config, encode(config, torch.zeros(4), weight=0).vector, clients=1)
+    config = make_config(weight_max=1, slots=SCORING_SLOTS)
+    vector = encode(config, torch.zeros(4), weight=0, figures={"unusable": 1}).vector
+    decode(config, vector, clients=1)

@@ -141,7 +141,10 @@ def set_world(world: World) -> None:
 
 
 class TracedRun:
-    """In the place of `DeviceRun`: computes vectors that are hashes of what they depend on."""
+    """In the place of `DeviceRun`: computes vectors that are hashes of what they depend on.
+
+    Its `secret` is not among that: the task's data are taken to be the same each time.
+    """
 
     def __init__(
         self,
@@ -152,6 +155,7 @@ class TracedRun:
         device: str = "cpu",
         *,
         start: None = None,
+        secret: bytes | None = None,
     ) -> None:
         self.job, self.settings, self.code = _traced(work.job, tasks)
         if "versions" in _world.known:
