@@ -123,7 +123,7 @@ async def test_a_failed_job_goes_on_when_its_damage_is_repaired(operated):
 
 async def test_a_cancelled_run_is_not_continued_by_an_older_copy_of_the_queue(operated):
     id_ = await operated.submit(operated.job())
-    await wait_until(lambda: operated.runner._running)
+    await wait_until((operated.runner.runs / id_ / "run.sqlite").exists)
     entry = operated.runner.queue.get(id_)
     operated.runner.cancel(id_)
     await wait_until(lambda: not operated.runner._running)
