@@ -319,8 +319,7 @@ class Rounds:
         # A device that sends its refusal has not begun, and its charge may be released.
         sums = self._check_asked(plan, sent & started)
         for each in sums:
-            # An attempt can fail at something after its sum, and then has no receipts at all.
-            if self._groups and (missing := each.devices - started):
+            if missing := each.devices - started:
                 raise Violation(
                     f"{shown(min(missing))} is in a signed sum of {where}, of which no receipt "
                     "says that it has begun"

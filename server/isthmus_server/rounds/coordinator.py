@@ -258,6 +258,16 @@ class Coordinator:
         if not (spec.single_datacenter and spec.datacenter_has_model):
             await self._load_start(spec.plan.start, planned)
         results = await parts.trainer.train(spec)
+        try:
+            await self._merge_and_commit(spec, results)
+        except AttemptFailed:
+            raise
+        except RoundFailed as failed:
+            # The participants have trained all the same: their receipts have the cost.
+            raise AttemptFailed(str(failed), results.receipts) from failed
+
+    async def _merge_and_commit(self, spec: RoundSpec, results: TrainingResult) -> None:
+        parts = self.parts
         self._uncommitted = True
         await parts.merger.merge(spec, results)
         evaluated, saved = await self._evaluate_and_save(spec, results)

@@ -200,7 +200,10 @@ async def test_a_round_that_fails_anywhere_before_its_commit_changes_nothing(
     repeated = runs.coordinator("repeated", *WITH_RULE)
     fail_once(monkeypatch, point, RoundFailed("not now"), round_, repeated)
     again = await repeated.run()
-    assert len(read_report(repeated.store).failed_attempts) == 1
+    (failed,) = read_report(repeated.store).failed_attempts
+    # Its participants have trained, which is paid for.
+    assert {receipt.status for receipt in failed.receipts} == {"accepted"}
+    assert failed.cost.price > 0
     assert models(repeated) == models(whole)
     assert again.model_sha256 == final.model_sha256
 
