@@ -114,9 +114,9 @@ def started() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("file", "arguments"), list(started()))
-def test_what_is_started_is_a_command_with_these_options(file, arguments):
-    # Options that want a path that exists.
-    folders = dict.fromkeys(("/data", "/moving", "/var/cache/isthmus-aggregator"), "/")
+def test_what_is_started_is_a_command_with_these_options(file, arguments, tmp_path):
+    # Options that want a path that exists, and may be written.
+    folders = dict.fromkeys(("/data", "/moving", "/var/cache/isthmus-aggregator"), str(tmp_path))
     here = {**folders, "/policy/policy.toml": __file__}
     arguments = [here.get(word, word) for word in arguments]
     command: click.Command = isthmus
