@@ -99,7 +99,8 @@ def gives_by_history(patch):
     measure = DeviceRun._measure_form
 
     def measure_form(run, *args):
-        withheld, run._withheld = run._withheld, False
+        withheld = run._withheld
+        run._withheld = False
         try:
             return measure(run, *args)
         finally:

@@ -149,7 +149,8 @@ async def test_an_owner_binds_the_devices_of_evaluations_in_all_runs_of_a_task(
     """The server of another run does not know of the first one's devices."""
     deployment.policies = {"a": policy("same-devices")}
     await deployment.start(methods, NAMES)
-    noise, settings = settings, (SAME, "evaluation.devices=8", "rounds=1", *settings)
+    noise = settings
+    settings = (SAME, "evaluation.devices=8", "rounds=1", *noise)
     report, cohorts = await run(deployment, "first", *settings)
     assert cohorts == [frozenset(NAMES)]
     again, cohorts = await run(deployment, "again", *settings, "seed=1")

@@ -65,7 +65,8 @@ def install(device, author, version, factor):
 def test_a_run_goes_on_with_the_files_that_it_was_opened_with(tmp_path):
     """Their digest at the opening is what a device signs, also for a run that was kept."""
     device = Device(tmp_path, limits=OwnerLimits(open_runs=2))
-    host, code = device.host, device.tasks / "task.py"
+    host = device.host
+    code = device.tasks / "task.py"
     written = code.read_text()
     processes = []
     try:
@@ -97,7 +98,8 @@ def test_a_new_version_of_a_package_is_used_by_a_run_that_is_opened_again(tmp_pa
     """Also one with other files than Python's, which the digest of the code does not contain."""
     author = Ed25519PrivateKey.generate()
     device = Device(tmp_path, limits=OwnerLimits(open_runs=2))
-    host, updates = device.host, []
+    host = device.host
+    updates = []
     processes = []
     try:
         for version, factor in ((1, 0.1), (2, 0.0)):
