@@ -20,7 +20,7 @@ class OwnPlaces:
     def __init__(self, places: Mapping[str, Path | None]) -> None:
         """Know these directories, and the home directory of this process's user as `~`."""
         named: dict[str, str] = {}
-        for name, path in {**places, "~": Path("~").expanduser()}.items():
+        for name, path in {**places, "~": _home()}.items():
             if path is None:
                 continue
             for each in (path.absolute(), path.resolve()):
@@ -33,4 +33,14 @@ class OwnPlaces:
 
     def hidden(self, text: str) -> str:
         """A text in which the directories have their names."""
+        if not self._named:  # as of a user of a container whose home is the root
+            return text
         return self._pattern.sub(lambda found: self._named[found[0]], text)
+
+
+def _home() -> Path | None:
+    """The home directory of this process's user; None for a user without one."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None

@@ -1,5 +1,6 @@
 """What a server reads in place of a participant's directories."""
 
+import pwd
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,17 @@ def test_a_directory_that_a_link_names_is_hidden_in_both_spellings(tmp_path):
     places = OwnPlaces({"--tasks": tmp_path / "link"})
     said = f"{tmp_path}/link/task.py is {tmp_path}/real/task.py"
     assert places.hidden(said) == "--tasks/task.py is --tasks/task.py"
+
+
+@pytest.mark.parametrize("home", ["the root", "none"])
+def test_a_user_without_a_home_hides_nothing(home, monkeypatch):
+    """As that of a container: its failures are told as they are."""
+
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.setenv("HOME", "/")
+    if home == "none":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert OwnPlaces({"--data": None}).hidden("no file /a/b") == "no file /a/b"
