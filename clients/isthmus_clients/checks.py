@@ -109,7 +109,8 @@ def _try_last_row(
 ) -> str:
     """Train a batch of one row, if the rounds have one: normalisation layers may refuse it.
 
-    Returns what the sentence about what was tried ends with; empty if they have none.
+    Returns what the sentence about what was tried ends with; empty if they have none. With secure
+    aggregation devices leave out such a row if it cannot be trained.
 
     Raises:
         UserError: the batch cannot be trained, with the reason.
@@ -117,8 +118,7 @@ def _try_last_row(
     from isthmus_clients.training.local_run import DeviceRun
 
     federated = job.federated
-    rows = run.data.last_rows(federated)
-    if federated.privacy is not None or rows != 1 or federated.batch_size == 1:
+    if federated.privacy is not None or not run.data.has_lone_row(federated):
         return ""
     one_row = {
         "federated.local_epochs": None,
@@ -132,6 +132,11 @@ def _try_last_row(
     try:
         single.train(train, model, lambda _: None, lambda: False)
     except TaskError as error:
+        if federated.secure_aggregation:
+            return (
+                "; a last batch of one row, which it has in each epoch, is left out, since it "
+                f"cannot be trained: {error}"
+            )
         raise TaskError(
             f"the last batch of an epoch of {name} has one row, as local_data() has "
             f"{run.examples} and federated.batch_size={federated.batch_size}"

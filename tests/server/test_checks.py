@@ -35,6 +35,7 @@ def check_job(write_task, tmp_path, capsys):
 
 
 FEDERATED = "strategy.policy=federated"
+PLAIN = "federated.secure_aggregation=false"
 
 
 def test_one_batch_of_each_side_is_tried(check_job):
@@ -89,7 +90,15 @@ def test_a_last_batch_of_one_row_is_tried(check_job):
         match=r"^the last batch of an epoch of client-0 has one row, as local_data\(\) has 20 and "
         r"federated.batch_size=19, and cannot be trained: .*BatchNorm cannot train on a batch of ",
     ):
-        check_job(FEDERATED, "federated.batch_size=19", methods=NORMALISED)
+        check_job(FEDERATED, PLAIN, "federated.batch_size=19", methods=NORMALISED)
+
+
+def test_a_last_batch_of_one_row_is_left_out_of_secure_runs(check_job):
+    out = check_job(FEDERATED, "federated.batch_size=19", methods=NORMALISED)
+    assert (
+        "one training batch of client-0; a last batch of one row, which it has in each epoch, is "
+        "left out, since it cannot be trained: forward() failed"
+    ) in out
 
 
 def test_a_last_part_of_one_row_is_tried(check_job):
@@ -100,7 +109,7 @@ def test_a_last_part_of_one_row_is_tried(check_job):
     """
     parts = ("federated.batch_size=16", "federated.accumulate=4")
     with pytest.raises(UserError, match=r"federated.batch_size=16 in 4 parts, and cannot"):
-        check_job(FEDERATED, *parts, methods=NORMALISED + rest)
+        check_job(FEDERATED, PLAIN, *parts, methods=NORMALISED + rest)
 
 
 @pytest.mark.parametrize(

@@ -145,15 +145,26 @@ class LocalData:
             return settings.local_steps
         return settings.steps(self.order.length)
 
-    def last_rows(self, settings: FederatedSection) -> int:
-        """Rows of the last part of an epoch, if rounds with some settings get to it; else 0."""
-        if self._stream is not None:
-            return 0
+    def has_lone_row(self, settings: FederatedSection) -> bool:
+        """Whether rounds with some settings get to a last part of an epoch that has one row.
+
+        False where all parts have one.
+        """
+        if self._stream is not None or self._part_size == 1 or self.order.length == 1:
+            return False
         steps = settings.local_steps
         if steps is not None and steps * settings.batch_size < self.order.length:
-            return 0
-        last_batch = self.order.length % settings.batch_size or settings.batch_size
-        return last_batch % self._part_size or self._part_size
+            return False
+        return self.order.length % settings.batch_size % self._part_size == 1
+
+    def single_row(self) -> StepPart:
+        """The first example as a batch by itself.
+
+        Raises:
+            TaskError: it cannot be read.
+        """
+        (batch,) = training_batches(self._task, self.dataset, [0], 1, self._device)
+        return StepPart(batch, 1)
 
     @property
     def first_pass_examples(self) -> int:

@@ -55,6 +55,7 @@ from isthmus_clients.training.steps.private_steps import PrivateSteps, check_mea
 from isthmus_clients.training.steps.step_gradient import StepGradient
 from isthmus_clients.training.steps.step_loop import take_steps
 from isthmus_clients.training.update import normalize, scale_gradient
+from isthmus_clients.training.withholding import may_be_of_server
 
 CPU = torch.device("cpu")
 log = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ class DeviceRun:
             )
         self.dataset = self.data.dataset
         self.examples = self.data.examples
+        self._says_lone_row = True
         self._private: PrivateSteps | None = None
         """In place of the data's batches and their gradients, with `[federated.privacy]`."""
         self._unfit: JobError | None = None
@@ -270,6 +272,7 @@ class DeviceRun:
         start = self.layout.decode(payload)
         self._load(start, personal)
         too_different = self._measure_form(work.round, start, personal)
+        self._settle_lone_row(work.round, start, personal, self.job.federated)
         term = None if gradient is None else self.layout.decode(gradient)
         control = None
         if self.job.federated.control_variates is not None:
@@ -402,6 +405,53 @@ class DeviceRun:
             100 * found.share,
         )
         return found
+
+    def _settle_lone_row(
+        self,
+        round_: int,
+        start: torch.Tensor,
+        personal: Buffer | None,
+        settings: FederatedSection,
+    ) -> None:
+        """Leave out the last row of each epoch if it is a batch that the model cannot train.
+
+        BatchNorm cannot, and `drop_last` of PyTorch's loaders does the same. Only with secure
+        aggregation: a failure would be zeros in the sum there, and the size of batches, which the
+        job chooses, would decide which devices give them. In other runs the server is told why the
+        training fails.
+
+        Tried in each round with its model, so that a repeated round gives the same update after a
+        restart; the loaded model is loaded again afterwards.
+        """
+        if not self.job.federated.secure_aggregation or self._private is not None:
+            return
+        self.data.order.leave_out_last(False)
+        if not self.data.has_lone_row(settings):
+            return
+        problem = None
+        try:
+            self.model.train()
+            with torch.random.fork_rng(devices=[]):
+                self._arithmetic.seed(number(self.seed_of(round_)))
+                loss = self._gradient.loss_of(self.model, self.data.single_row())
+            if not math.isfinite(loss):
+                problem = "its loss is not finite"
+        except TaskError as error:
+            if may_be_of_server(error):
+                raise
+            problem = str(error)
+        finally:
+            self._load(start, personal)
+        if problem is None:
+            return
+        self.data.order.leave_out_last(True)
+        if self._says_lone_row:
+            self._says_lone_row = False
+            log.warning(
+                "the last row of each epoch is left out: it is a batch by itself, and the model "
+                "cannot be trained on one row: %s",
+                problem,
+            )
 
     def _load(self, vector: torch.Tensor, personal: Buffer | None) -> None:
         """Load the exchange set (N) and a personal state, and the buffers as they were built."""
@@ -569,7 +619,7 @@ class DeviceRun:
         start = self.layout.decode(payload)
         self._load(start, personal)
         too_different = self._measure_form(round_, start, personal)
-        self._fine_tune(round_, start)
+        self._fine_tune(round_, start, personal)
         vector = evaluation_vector(self.job, self.task)
         with self._own_numbers():
             counts = vector.measure(self.model, self._validation, self.job.evaluation.batch_size)
@@ -578,12 +628,13 @@ class DeviceRun:
             raise too_different
         return link_pb2.Counted(counts=counts.tolist(), own_figures=vector.own_figures(counts))
 
-    def _fine_tune(self, round_: int, start: torch.Tensor) -> None:
+    def _fine_tune(self, round_: int, start: torch.Tensor, personal: Buffer | None) -> None:
         """Train the loaded model for a few steps, with the rates of a schedule's first step."""
         settings = self.job.federated.fine_tuning
         schedules = self._schedules
         if settings is None:
             return
+        self._settle_lone_row(round_, start, personal, settings)
         # A fine-tuning is no part of the run: its schedule begins anew, and the run's goes on
         # afterwards.
         self._schedules = {}

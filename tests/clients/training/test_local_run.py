@@ -417,6 +417,61 @@ def test_running_statistics_start_from_the_server_and_travel(open_run):
     assert torch.equal(again, update), "nothing is left of the first training"
 
 
+SCALED_BY_HAND = """
+    def forward(self, model, inputs):
+        return model((inputs - inputs.mean(0)) / inputs.std(0))
+"""
+
+
+@pytest.mark.parametrize("methods", [NORMALISED, SCALED_BY_HAND])
+def test_a_last_row_that_cannot_be_trained_alone_is_left_out_of_secure_runs(
+    open_run, caplog, methods
+):
+    """20 examples in batches of 19; the update is that of the first batch, in every round."""
+    batches = ("federated.batch_size=19", "federated.secure_aggregation=true")
+    run = open_run("federated.local_epochs=1", *batches, methods=methods)
+    for round_ in (1, 2):
+        update, trained, _ = train(run, round_)
+        first, *_ = train(open_run("federated.local_steps=1", *batches, methods=methods), round_)
+        assert torch.equal(update, first)
+        assert trained.steps == 1
+    assert caplog.text.count("the last row of each epoch is left out") == 1
+
+
+def test_a_last_row_that_can_be_trained_alone_is_trained_in_secure_runs(open_run):
+    settings = ("federated.local_epochs=2", "federated.batch_size=19")
+    update, trained, _ = train(open_run(*settings, "federated.secure_aggregation=true"))
+    assert torch.equal(update, train(open_run(*settings))[0])
+    assert trained.steps == 4
+
+
+def test_a_last_row_that_cannot_be_trained_alone_ends_other_runs_with_what_to_do(open_run):
+    run = open_run("federated.local_epochs=1", "federated.batch_size=19", methods=NORMALISED)
+    with pytest.raises(TaskError, match=r"BatchNorm cannot train on a batch of one row, .*"):
+        train(run)
+
+
+def test_whether_a_last_row_is_left_out_follows_from_the_rounds_model(open_run):
+    """A device that is opened again between two attempts of a round repeats its update."""
+    methods = """
+    def forward(self, model, inputs):
+        output = model(inputs)
+        return output if len(inputs) > 1 or model.weight.sum() < 12 else output * float("nan")
+    """
+    settings = (
+        "federated.local_epochs=1",
+        "federated.batch_size=19",
+        "federated.secure_aggregation=true",
+    )
+    run = open_run(*settings, methods=methods)
+    start = build_start(run)
+    train(run, 1)
+    start[:] = 2.0
+    update, trained, _ = train(run, 2, start)
+    assert trained.steps == 1
+    assert torch.equal(update, train(open_run(*settings, methods=methods), 2, start)[0])
+
+
 def test_frozen_statistics_are_those_of_the_built_model(open_run, write_task, tmp_path, make_job):
     write_task(NORMALISED)
     task = load_task("task.py:Learn", {}, base=tmp_path)

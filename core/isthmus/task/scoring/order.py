@@ -27,6 +27,7 @@ class EpochOrder:
         self._batch_size = batch_size
         self._own = defines(task, "order")
         self._length: int | None = None if self._own else examples
+        self._left_out = 0
 
     @property
     def length(self) -> int:
@@ -34,7 +35,11 @@ class EpochOrder:
         if self._length is None:
             self.epoch(torch.Generator().manual_seed(0))
             assert self._length is not None
-        return self._length
+        return self._length - self._left_out
+
+    def leave_out_last(self, whether: bool) -> None:
+        """End the next epochs before their last example, which differs between random orders."""
+        self._left_out = int(whether)
 
     def epoch(self, generator: torch.Generator) -> torch.Tensor:
         """The indices of the next epoch, int64 (length).
@@ -47,8 +52,8 @@ class EpochOrder:
             with user_code("order()"):
                 chosen = self._task.order(self._dataset, self._batch_size, generator)
             if chosen is not None:
-                return self._checked(chosen)
-        return self._counted(torch.randperm(self._examples, generator=generator))
+                return self._checked(chosen)[: self.length]
+        return self._counted(torch.randperm(self._examples, generator=generator))[: self.length]
 
     def first(self, generator: torch.Generator, count: int) -> torch.Tensor:
         """The first `count` indices of the next epoch, or all; the generator is used up then.
