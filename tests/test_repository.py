@@ -78,7 +78,7 @@ COMMANDS = [
     ),
     "isthmus doctor aggregator --balancer-ca --json --proxy --proxy-login STATE",
     "isthmus doctor datacenter --balancer-ca --json --proxy --proxy-login --state",
-    "isthmus doctor device --balancer-ca --json --proxy --proxy-login STATE",
+    "isthmus doctor device --balancer-ca --json --proxy --proxy-login --server STATE",
     "isthmus doctor server --address --balancer --json --one-port STATE",
     "isthmus export --format --output RUN_DIR",
     "isthmus fetch --balancer-ca --max-mb --output --proxy --proxy-login --state JOB",

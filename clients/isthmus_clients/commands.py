@@ -18,6 +18,7 @@ from isthmus.identity import joining
 from isthmus.identity.membership import Membership, default_state
 from isthmus.identity.proxies import ProxyChoice, Road
 from isthmus.identity.proxy_options import NAMES, proxy_options
+from isthmus.identity.token_options import token_options
 from isthmus.system import process
 from isthmus.task import Participant
 from isthmus.transport.blob_sources import NamedSource
@@ -54,23 +55,12 @@ _STATE = click.option(
 
 
 @client.command()
-@click.argument("url", metavar="HOST:PORT")
-@click.argument("token", required=False)
-@click.option(
-    "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
-)
+@token_options
 @_STATE
 @proxy_options
-def join(
-    url: str,
-    token: str | None,
-    token_file: str | None,
-    state: Path,
-    proxy: ProxyChoice,
-) -> None:
+def join(url: str, token: joining.Token, state: Path, proxy: ProxyChoice) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
-    given = joining.Token.given(token, token_file)
-    member = asyncio.run(joining.join(url, given, state, "client", proxy))
+    member = asyncio.run(joining.join(url, token, state, "client", proxy))
     begin = "isthmus client start"
     if state != default_state("client"):
         begin += f" --state {shlex.quote(str(state))}"

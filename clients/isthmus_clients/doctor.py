@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -25,17 +25,25 @@ from isthmus_clients.training.history_files import lost_file
     type=click.Path(file_okay=False, path_type=Path),
     default=lambda: default_state("client"),
 )
+@click.option(
+    "--server",
+    "servers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Address to try, as for `client start`, in place of the one that was joined; may be "
+    "repeated.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @proxy_options
-def doctor_device(state: Path, as_json: bool, proxy: ProxyChoice) -> None:
+def doctor_device(state: Path, servers: tuple[str, ...], as_json: bool, proxy: ProxyChoice) -> None:
     """Check the device whose keys and history are in DIR, by default that of `client start`."""
-    tell(_results(state, proxy), as_json=as_json)
+    tell(_results(state, servers, proxy), as_json=as_json)
 
 
-def _results(state: Path, proxy: ProxyChoice) -> Iterator[Diagnosis]:
+def _results(state: Path, servers: Sequence[str], proxy: ProxyChoice) -> Iterator[Diagnosis]:
     yield from diagnose("versions", checks.versions)
     yield checks.tls_version()
-    yield from diagnose("membership", lambda: checks.membership(state, ("client",), proxy))
+    yield from diagnose("membership", lambda: checks.membership(state, ("client",), proxy, servers))
     if not state.is_dir():
         return
     yield from diagnose("disk", lambda: checks.disk(state))

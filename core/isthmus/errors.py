@@ -31,7 +31,7 @@ isthmus.errors.JobError: federated.quorum=9 is above federated.cohort=8; lower o
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 
 def cause_of(error: Exception) -> str:
@@ -41,6 +41,21 @@ def cause_of(error: Exception) -> str:
     'No such file or directory'
     """
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it was raised from, what that was raised from, and so on; each once.
+
+    >>> error = ValueError("raised from itself")
+    >>> error.__cause__ = error
+    >>> [str(each) for each in causes(error)]
+    ['raised from itself']
+    """
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
 
 
 class IsthmusError(Exception):

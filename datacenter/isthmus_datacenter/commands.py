@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,9 +19,13 @@ from isthmus.identity.membership import Membership
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.identity.proxy_options import NAMES, proxy_options
 from isthmus.identity.tls import split_address
+from isthmus.identity.token_options import token_options
 from isthmus_datacenter.launch import NodeShell, check_private, parse_options
 from isthmus_datacenter.launch.datacenter import DatacenterLaunch
 from isthmus_datacenter.launch.options import find_launcher, launch_options, start
+
+if TYPE_CHECKING:
+    from isthmus.identity.joining import Token
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _PATH = click.Path(exists=True, path_type=Path)
@@ -89,25 +93,14 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @datacenter.command()
-@click.argument("url", metavar="HOST:PORT")
-@click.argument("token", required=False)
-@click.option(
-    "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
-)
+@token_options
 @click.option("--state", required=True, type=_DIRECTORY, help="The directory to pass to `launch`.")
 @proxy_options
-def join(
-    url: str,
-    token: str | None,
-    token_file: str | None,
-    state: Path,
-    proxy: ProxyChoice,
-) -> None:
+def join(url: str, token: Token, state: Path, proxy: ProxyChoice) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
     from isthmus.identity import joining
 
-    parsed = joining.Token.given(token, token_file)
-    member = asyncio.run(joining.join(url, parsed, state / "membership", "datacenter", proxy))
+    member = asyncio.run(joining.join(url, token, state / "membership", "datacenter", proxy))
     begin = f"isthmus datacenter launch --ranks N --state {shlex.quote(str(state))}"
     click.echo(
         f"this datacenter is {member.name!r} at {member.server}; begin, with N ranks on this "

@@ -70,9 +70,9 @@ class Charges:
         self._charges: dict[int, Charge] = {}
         self._of_round: dict[tuple[int, int], list[Charge]] = {}
         self._spent: dict[str, _Spent] = {}
-        """By device, as far as `epsilon_at` has added up."""
+        """By device, as far as `_add_up` has added."""
         self._added = 0
-        """The last line that `epsilon_at` has added."""
+        """The last line that `_add_up` has added."""
         self._last_head = 0
         self.count = 0
         self._own = False
@@ -205,6 +205,11 @@ class Charges:
             line: of the ledger; no smaller than in the call before.
             privacy: the table of the job.
         """
+        self._add_up(line, privacy)
+        return max(_epsilons(self._spent, privacy.number("delta")).values(), default=0.0)
+
+    def _add_up(self, line: int, privacy: Fields) -> None:
+        """Add what devices had spent by a line."""
         for number in range(self._added + 1, line + 1):
             charge = self._charges.get(number)
             if charge is None or not self._counts(charge, privacy):
@@ -212,7 +217,6 @@ class Charges:
             for name in charge.devices or {""}:
                 self._spent.setdefault(name, _Spent()).add(charge.event)
         self._added = max(line, self._added)
-        return max(_epsilons(self._spent, privacy.number("delta")).values(), default=0.0)
 
     def _counts(self, charge: Charge, privacy: Fields) -> bool:
         population = privacy.text("population")
@@ -239,7 +243,7 @@ class Charges:
                     raise Violation(
                         f"{shown(name)} was asked for {count} rounds, and the job allows {most}"
                     )
-        self.epsilon_at(len(self._lines) - 1, privacy)
+        self._add_up(len(self._lines) - 1, privacy)
         # Others may have been asked for more by runs with a larger budget, of which a branch has
         # the charges.
         own = {""}.union(
@@ -323,7 +327,8 @@ def _charge(number: int, table: Fields) -> Charge:
     keys = _EVENTS.get(event.text("kind"))
     if keys is None:
         raise Violation(f"{event.where} has the kind {shown(event.text('kind'))}")
-    if (unit == DEVICE) == (event.text("kind") == _EXAMPLES_EVENT):
+    is_of_examples = event.text("kind") == _EXAMPLES_EVENT
+    if is_of_examples != (unit != DEVICE):
         raise Violation(
             f"{event.where} has the kind {shown(event.text('kind'))}, and the unit of the charge "
             f"is {shown(unit)}"

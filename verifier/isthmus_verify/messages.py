@@ -299,9 +299,9 @@ def read_signatures(data: bytes, where: str) -> dict[int, bytes]:
 def read_purpose(data: bytes, where: str) -> tuple[bytes, dict[int, str], str]:
     """The SHA-256 of the job that devices had opened, the start models of a full buffer, the group.
 
-    The models by the round that asked for the updates, empty for one that a gradient follows, with
-    which it has one digest; none for a sum of one round's updates. The group is the one that is
-    summed, empty for any devices.
+    The models by the round that asked for the updates; none for a sum of one round's updates. A
+    model that a gradient follows is empty, as what is signed is the digest of both together. The
+    group is the one that is summed, empty for any devices.
     """
     reader = Reader(data, where)
     buffered = data.startswith(tagged("buffered-purpose"))

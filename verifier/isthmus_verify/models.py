@@ -73,6 +73,16 @@ class BestModel:
         return gain > self.least_change
 
 
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The model that a round starts from, as far as the run's commits tell."""
+
+    digest: str
+    """Empty if they do not: only a datacenter has it, or it is a mean of several."""
+    is_first: bool
+    """Whether it is the model that the run began with."""
+
+
 class Models:
     """The digests of the models that a run has, by name, from commit to commit."""
 
@@ -97,8 +107,10 @@ class Models:
         self._best_value: float | None = None
         self._served = ""
         """Digest of the last committed model, if the server had it."""
-        self._metrics: dict[int, dict[str, Any]] = {}
-        """Figures of the last commit, and of that with the best model, by round."""
+        self._metrics: Mapping[str, Any] = {}
+        """Figures of the last commit."""
+        self._best_metrics: Mapping[str, Any] = {}
+        """Figures of the commit with the best model."""
         self.final_is_best = False
         """Whether the final model is the best one."""
 
@@ -211,15 +223,14 @@ class Models:
             value = self._best.value(metrics, where)
             if self._best.improves(value, self._best_value):
                 self._best_value = value
-                self._metrics = {round_: metrics}
+                self._best_metrics = metrics
                 self._best_round = round_
                 expected[_BEST] = expected.get(SERVED, "")
         self._compare(found, expected, where)
         self._models = found
         self._in_datacenter = stays
         self._served = served
-        kept = {self._best_round: self._metrics[self._best_round]} if self._best_round else {}
-        self._metrics = {**kept, round_: metrics}
+        self._metrics = metrics
         self._round = round_
 
     def _after(
@@ -277,18 +288,8 @@ class Models:
             raise Violation(
                 f"the final model has the digest {digest}, and the run has committed {known}"
             )
-        metrics = self._metrics.get(round_)
+        metrics = self._best_metrics if best else self._metrics
         if metrics and canonical(metrics) != canonical(final.table("metrics").values):
             raise Violation(f"the final model has other metrics than round {round_}")
         self.final_is_best = best
         return digest
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """The model that a round starts from, as far as the run's commits tell."""
-
-    digest: str
-    """Empty if they do not: only a datacenter has it, or it is a mean of several."""
-    is_first: bool
-    """Whether it is the model that the run began with."""

@@ -541,8 +541,8 @@ class Rounds:
         where = plan.where
         if plan.regime == "datacenter" or not self._job.secure:
             raise Violation(
-                f"devices have signed a sum of {where}, in which no updates of devices are summed"
-                " securely"
+                f"devices have signed a sum of {where}, in which no updates of devices are "
+                "summed securely"
             )
         if others := signed.roster - self._asked_for(plan):
             raise Violation(

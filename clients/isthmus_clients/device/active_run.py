@@ -344,11 +344,6 @@ class ActiveRun:
                 f"and with this sum its sums on this device would have one of {epsilon:.4g}",
             )
 
-    @property
-    def adds_noise(self) -> bool:
-        """Whether this device adds noise to what it sends, so that no figures go with it."""
-        return self.job.privacy is not None and self.job.privacy.mechanism == "distributed"
-
     def check_codec(self, config: RoundConfig) -> None:
         """Refuse a sum of updates that are compressed in another way than the job says.
 
@@ -404,10 +399,10 @@ class ActiveRun:
         """
         from isthmus_privacy.secagg.ranges import LADDER
 
+        if self.job.devices_add_noise:
+            return  # see `check_privacy`
         federated = self.job.federated
         privacy = self.job.privacy
-        if privacy is not None and privacy.mechanism == "distributed":
-            return  # see `check_privacy`
         clip = federated.clip
         weight_max = federated.largest_weight
         if privacy is not None:

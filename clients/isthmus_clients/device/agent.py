@@ -557,7 +557,7 @@ class Agent:
             refused.code = OWNER_REFUSES
             raise
         bound = self._guard.limits.privacy.counts == "same-devices"
-        return bound and not run.adds_noise
+        return bound and not run.job.devices_add_noise
 
     def _wanted(self, run: ActiveRun, request: link_pb2.Request) -> Callable[[], bool]:
         """Tells whether the server has neither cancelled a request nor closed its run."""

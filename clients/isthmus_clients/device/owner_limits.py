@@ -326,8 +326,7 @@ class LimitsGuard:
                 which the job does not ask.
         """
         counts = self.limits.privacy.counts
-        noisy = job.privacy is not None and job.privacy.mechanism == "distributed"
-        if counts == "exact" or noisy:
+        if counts == "exact" or job.devices_add_noise:
             return
         shown = "([privacy] counts in policy.toml)"
         if counts == "none":

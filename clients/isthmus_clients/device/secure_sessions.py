@@ -265,9 +265,7 @@ class SecureSessions:
         """
         from isthmus_privacy.secagg.spacing import exponents_of
 
-        privacy = run.job.privacy
-        is_noisy = privacy is not None and privacy.mechanism == "distributed"
-        if self._rounding_secret is None or is_noisy:
+        if self._rounding_secret is None or run.job.devices_add_noise:
             return None
         return exponents_of(run.layout.decode(memoryview(payload)[: run.layout.nbytes]))
 

@@ -27,7 +27,7 @@ LEDGER_NAME = "examples.ledger"
 _HEAD_NAME = "examples.head"
 _POPULATION = "this-device"
 _WHAT = "training"
-"""What charges of earlier versions are for, which do not name the job's settings."""
+"""What charges are for, before a digest of the settings; alone in those of older versions."""
 
 
 class ExamplesAccount:
@@ -168,8 +168,8 @@ class RunAccount:
     def charge(self, round_: int, attempt: int) -> bool:
         """Charge one participation; False if it may not be trained, and the server is not to know.
 
-        The number of a device's examples is in it where they have changed during a run: with other
-        noise before, its budget may be spent earlier.
+        A device whose number of examples has changed during a run had other noise before, and its
+        budget may be spent before all its participations: when that is, tells of the number.
 
         Raises:
             PeerMisbehaved: see `ExamplesAccount.charge`.
@@ -203,7 +203,7 @@ def spent_of(directory: Path, delta: float) -> tuple[float, dict[str, tuple[int,
 
 
 def _what(plan: DeviceExamplesPlan) -> str:
-    return f"{_WHAT} {plan.settings}"
+    return f"{_WHAT} {plan.settings_digest}"
 
 
 def _event(charge: Charge) -> SampledGaussian:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from isthmus.errors import IsthmusError, TaskError, TaskInterrupted
+from isthmus.errors import IsthmusError, TaskError, TaskInterrupted, causes
 from isthmus.task import user_traceback
 
 _Result = TypeVar("_Result")
@@ -30,18 +30,26 @@ INTERRUPTED = "task-interrupted"
 
 _LACKING = frozenset(
     {
-        *(errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE),
-        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        errno.ENOMEM,
+        errno.EAGAIN,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
     }
 )
 """Numbers of errors of a system that has no memory, processes, open files or disk space left."""
-_NO_MEMORY = (
-    *("allocate memory", "out of memory", "not enough memory", "_ALLOC_FAILED"),
+_SAID_OF_LACK = (
+    "allocate memory",
+    "out of memory",
+    "not enough memory",
+    "_ALLOC_FAILED",
     "can't start new thread",
 )
 """What PyTorch and Python say then, in a plain `RuntimeError`."""
 _BROKEN = ("CUDA error:", "HIP error:")
-"""How errors of an accelerator begin after which all others of the process fail, too."""
+"""How errors of an accelerator begin after which everything else on it fails in this process."""
 
 
 class DetailsWithheld(IsthmusError):
@@ -83,12 +91,10 @@ def may_be_of_server(error: BaseException) -> bool:
     """
     if isinstance(error, OSError):  # those of the task's code are the cause of a TaskError
         return True
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, (TaskInterrupted, MemoryError)) or _says_what_lacks(each):
-            return True
-        each = each.__cause__
-    return False
+    return any(
+        isinstance(each, (TaskInterrupted, MemoryError)) or _is_of_lack(each)
+        for each in causes(error)
+    )
 
 
 def has_broken_accelerator(error: BaseException) -> bool:
@@ -97,18 +103,16 @@ def has_broken_accelerator(error: BaseException) -> bool:
     >>> has_broken_accelerator(RuntimeError("CUDA error: device-side assert triggered"))
     True
     """
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, RuntimeError) and str(each).startswith(_BROKEN):
-            return True
-        each = each.__cause__
-    return False
+    return any(
+        isinstance(each, RuntimeError) and str(each).startswith(_BROKEN) for each in causes(error)
+    )
 
 
-def _says_what_lacks(error: BaseException) -> bool:
+def _is_of_lack(error: BaseException) -> bool:
+    """Whether an error says that the system has no memory, or none of something else, left."""
     if isinstance(error, OSError):
         return error.errno in _LACKING
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_OF_LACK)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import socket
@@ -12,7 +13,7 @@ import sqlite3
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -125,7 +126,7 @@ def server_reached(member: Membership, road: Road) -> Diagnosis:
     blocked = asyncio.run(obstacle(road, member.authority))
     if blocked is not None:
         return Diagnosis("FAIL", "server", blocked.found, blocked.remedy)
-    return Diagnosis("OK", "server", f"{member.server} accepts connections")
+    return Diagnosis("OK", "server", f"{road.address} accepts connections")
 
 
 def clock(member: Membership, road: Road, seconds: float = _ANSWER_SECONDS) -> Diagnosis:
@@ -150,11 +151,11 @@ def clock(member: Membership, road: Road, seconds: float = _ANSWER_SECONDS) -> D
             call.cancel()
     if told is None and (is_over or waited >= _SILENT_SECONDS):
         what = "takes connections, and nobody answered within"
-        found = f"{member.server}{road.detour} {what} {waited:.0f} s"
+        found = f"{road.address}{road.detour} {what} {waited:.0f} s"
         return Diagnosis("FAIL", "answer", found, _SILENT_REMEDY)
     remedy = "set the clock of this machine, for example with timedatectl set-ntp true"
     if told is None:
-        found = f"{member.server} did not tell its time: {error}"
+        found = f"{road.address} did not tell its time: {error}"
         return Diagnosis(
             "FAIL", "clock", found, f"if this machine is at {utc(now)} wrongly, {remedy}"
         )
@@ -165,10 +166,16 @@ def clock(member: Membership, road: Road, seconds: float = _ANSWER_SECONDS) -> D
     return Diagnosis("WARN", "clock", f"it is {abs(ahead):.0f} s {way} the server's", remedy)
 
 
-def membership(state: Path, kinds: Iterable[str], proxy: ProxyChoice) -> Iterator[Diagnosis]:
-    """The membership of a participant: its keys, its certificate, and the road to its server.
+def membership(
+    state: Path, kinds: Iterable[str], proxy: ProxyChoice, servers: Sequence[str] = ()
+) -> Iterator[Diagnosis]:
+    """The membership of a participant: its keys, its certificate, and the roads to its server.
 
-    `proxy` is what the owner says about proxies now.
+    Args:
+        state: where it is.
+        kinds: of participants, one of which it has to be of.
+        proxy: what the owner says about proxies now.
+        servers: addresses to try; none for the one that was joined.
     """
     yield modes(state, ("identity.key", "credentials.pem", "member.json"))
     member = Membership(state)
@@ -179,12 +186,13 @@ def membership(state: Path, kinds: Iterable[str], proxy: ProxyChoice) -> Iterato
         return
     yield Diagnosis("OK", "membership", f"{member.name} at {member.server}")
     yield certificate("certificate", member.certificate, "start it, or join again with a new token")
-    yield from diagnose("road", lambda: _on_the_road(member, proxy))
+    for address in servers or (member.server,):
+        yield from diagnose("road", functools.partial(_on_the_road, member, proxy, address))
 
 
-def _on_the_road(member: Membership, proxy: ProxyChoice) -> Iterator[Diagnosis]:
-    road = member.road(proxy)
-    yield Diagnosis("OK", "road", f"connections to {member.server} go {road}")
+def _on_the_road(member: Membership, proxy: ProxyChoice, address: str) -> Iterator[Diagnosis]:
+    road = member.road(proxy, address)
+    yield Diagnosis("OK", "road", f"connections to {road.address} go {road}")
     reached = server_reached(member, road)
     yield reached
     if reached.level == "OK":

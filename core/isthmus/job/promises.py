@@ -75,7 +75,7 @@ def level_of(job: Job, deployment: Deployment | None = None) -> PrivacyLevel | N
         )
     sums = f"sums of at least {job.federated.smallest_sum} devices' updates, and no single one"
     curious = f"a server that follows the protocol learns {sums}"
-    if job.privacy is not None and job.privacy.mechanism == "distributed":
+    if job.devices_add_noise:
         noisy = (
             "each device adds noise inside the secure sum, so whatever the server does in this "
             "job, what it learns of one device stays within the epsilon of [privacy]; owners who "
@@ -136,10 +136,9 @@ def needs_of(job: Job) -> list[str]:
         needs.append('weights = "exact"')
     elif federated.weights in kinds:
         needs.append(f"weights = {kinds[federated.weights]}")
-    noisy = job.privacy is not None and job.privacy.mechanism == "distributed"
     if job.statistics.collect:
         needs.append('counts = "exact" or "same-devices"')
-    elif job.evaluation.devices and not noisy:
+    elif job.evaluation.devices and not job.devices_add_noise:
         also = ' or "same-devices"' if job.evaluation.same_devices else ""
         needs.append(f'counts = "exact"{also}')
     return needs

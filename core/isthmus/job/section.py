@@ -93,7 +93,7 @@ class Section(BaseModel):
         for, on another machine, such a name would be an error of the operating system.
         """
         if isinstance(value, str):
-            return _without_control(value)
+            return _checked_text(value)
         if type(value) is float:
             return _bounded(value, str(field.field_name))
         if type(value) is not int:
@@ -115,7 +115,7 @@ def _bounded(value: float, name: str) -> float:
     return value
 
 
-def _without_control(value: str) -> str:
+def _checked_text(value: str) -> str:
     """Return text of a job if it has no control characters, and no part that is too long."""
     if any(unicodedata.category(each) in ("Cc", "Cs") for each in value):
         raise ValueError(f"must have no control characters, and is {ascii(value)[:80]}")
@@ -124,7 +124,8 @@ def _without_control(value: str) -> str:
     part = max(len(each.encode()) for each in value.split("/"))
     if part > MAX_PART and "://" not in value:
         raise ValueError(
-            f"has a part of {part} bytes, and no name of a file has more than {MAX_PART}"
+            f"has a part of {part} bytes, and no name of a file has more than {MAX_PART}; "
+            "shorten it"
         )
     return value
 

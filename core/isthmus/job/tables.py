@@ -141,6 +141,14 @@ class JobTables(Section):
         return self.federated.finds_ranges and self.privacy is None
 
     @property
+    def devices_add_noise(self) -> bool:
+        """Whether devices add the noise of `privacy`, to all that they send.
+
+        No figures go with it then.
+        """
+        return self.privacy is not None and self.privacy.mechanism == "distributed"
+
+    @property
     def most_measurements(self) -> int:
         """Evaluations and comparisons of one device that the noise of `privacy` is made for."""
         if self.privacy is not None and self.privacy.measurements is not None:

@@ -12,7 +12,7 @@ True
 >>> vector_settings(parse_job(text, ["federated.max_examples=50"])) == first
 False
 
-The order of settings that a task has given names itself counts: its code may go through them.
+The order of `task.settings` counts, whose names are the task's own: its code may go through them.
 
 >>> orders = ("{cap=1, drop=2}", "{drop=2, cap=1}")
 >>> first, second = (vector_settings(parse_job(text, [f"task.settings={each}"])) for each in orders)
@@ -81,8 +81,8 @@ def vector_settings(job: Job) -> str:
     for key in _OF_SERVER:
         table.pop(key, None)
     for name, keys in _OF_SELECTION.items():
-        others = {key: value for key, value in table.pop(name, {}).items() if key not in keys}
-        table[name] = others  # after all others, in every job
+        kept = {key: value for key, value in table.pop(name, {}).items() if key not in keys}
+        table[name] = kept  # always after all other tables, also where the job has none
     # The length of the run counts by its schedule of the learning rate, and by what its noise is
     # made for.
     if job.privacy is None and job.federated.privacy is None:

@@ -12,7 +12,9 @@ from pathlib import Path
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _LISTENS = "0A"
 """The state of a socket that listens (`TCP_LISTEN` of the kernel)."""
-_ADDRESS, _STATE, _USER = 1, 3, 7
+_ADDRESS = 1
+_STATE = 3
+_USER = 7
 """Columns of the tables, see `proc(5)`."""
 _ROOT = 0
 

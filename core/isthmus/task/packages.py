@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import io
 import re
 import shutil
+import sys
 import tempfile
 import zipfile
 from collections.abc import Collection, Mapping
@@ -311,15 +313,32 @@ def check_loadable(tasks: Path, name: str) -> Package | None:
         UserError: it cannot be read, or a cache cannot be removed.
     """
     package = installed(tasks, name)
-    if package is not None:
-        for cache in list((tasks / name).rglob(_CACHE)):
-            try:
-                cache.unlink() if cache.is_symlink() else shutil.rmtree(cache)
-            except FileNotFoundError:
-                continue  # another process removes it
-            except OSError as error:
-                raise UserError(f"{cache} cannot be removed: {error.strerror}") from None
+    if package is None:
+        return None
+    for cache in _caches_of(tasks / name, package):
+        try:
+            if cache.is_dir() and not cache.is_symlink():
+                shutil.rmtree(cache)
+            else:
+                cache.unlink()
+        except FileNotFoundError:
+            continue  # there is none, or another process removes it
+        except OSError as error:
+            raise UserError(f"{cache} cannot be removed: {error.strerror}") from None
     return package
+
+
+def _caches_of(folder: Path, package: Package) -> list[Path]:
+    """Where Python may have a cache of an installed file: folders, links to such, and files."""
+    caches = list(folder.rglob(_CACHE))
+    if sys.pycache_prefix is not None:
+        # Python has the caches of all code in a directory of their own (PYTHONPYCACHEPREFIX).
+        caches += [
+            Path(importlib.util.cache_from_source(str((folder / path).resolve())))
+            for path in package.files
+            if path.endswith(".py")
+        ]
+    return caches
 
 
 def _kept_package(folder: Path) -> Package | None:

@@ -32,7 +32,7 @@ class OwnPlaces:
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest))})(?!\w)")
 
     def hidden(self, text: str) -> str:
-        """A text in which the directories have their names."""
+        """A text with the names of the directories in place of their paths."""
         if not self._named:  # as of a user of a container whose home is the root
             return text
         return self._pattern.sub(lambda found: self._named[found[0]], text)

@@ -170,8 +170,8 @@ class Uplink:
             stays: does not hang up when the server does not need it.
             others: further addresses of the server and of its aggregators, which are tried in turn
                 when one does not answer.
-            places: directories of this machine by the options that name them, for sentences in
-                their place: a server on another machine reads no path of them, nor of the state.
+            places: directories of this machine, by the options that name them. A server on another
+                machine reads the options in place of these paths, and of that of the membership.
 
         Raises:
             UserError: the server is on another machine and there is no membership, the membership

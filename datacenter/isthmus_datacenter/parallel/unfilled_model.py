@@ -210,8 +210,7 @@ class UnfilledModel:
         """Within it, an error may be that of code that met a parameter without values."""
         try:
             yield
-        except Exception:
-            # Any exception, as it is raised by the task's code.
+        except Exception:  # the code of the task may raise anything; it is raised again
             self._called = False
             raise
 
@@ -230,7 +229,7 @@ class UnfilledModel:
         """
         try:
             yield
-        except Exception:
+        except Exception:  # what the code of the task raised, or others made of it on the way
             if self._called:
                 raise
         if not on_all_ranks(self._called):

@@ -25,7 +25,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from isthmus.errors import StorageError, UserError
+from isthmus.errors import StorageError, UserError, causes
 from isthmus.system.process import die_with_parent
 from isthmus_datacenter.messages import (
     Command,
@@ -251,13 +251,11 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _is_lost_peer(error: BaseException | None) -> bool:
+def _is_lost_peer(error: BaseException) -> bool:
     """Whether an error means that another rank is lost, also one raised through user code."""
-    while error is not None:
-        if isinstance(error, dist.DistError) or _is_raised_by_gloo(error):
-            return True
-        error = error.__cause__
-    return False
+    return any(
+        isinstance(each, dist.DistError) or _is_raised_by_gloo(each) for each in causes(error)
+    )
 
 
 def _is_raised_by_gloo(error: BaseException) -> bool:

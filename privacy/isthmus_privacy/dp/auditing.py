@@ -66,12 +66,12 @@ The share is of the sum of 1 / noise multiplier^2: of independent noise, that of
 _CLOSE = 5e-3
 """Relative precision of factors."""
 _FINE = 1e-3
-_COARSE = 1e-2
-"""Steps of privacy loss distributions of a hundred sampled steps, which are rounded up to them: of
-those of the claim, and of those with other noise, of which a search needs many.
+"""Unit up to which the privacy losses of a claim of a hundred sampled steps are rounded.
 
-Those of more steps are smaller by the square root of their number, as is what each step loses.
+With more steps it is smaller by the square root of their number, as is what each step loses.
 """
+_COARSE = 1e-2
+"""Unit with other noise than the claimed: a search needs many distributions of losses."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,8 @@ ZERO_OUT = "zero-out"
 """How neighbouring data sets differ: the example's gradients are zeros in one of them."""
 
 _SMALLEST_NOISE = 2.0**-7
-_NAME_DIGITS = 16
+_DIGEST_DIGITS = 16
+"""Hexadecimal digits of the digest of what a job says."""
 _PRECISION = 1.0005
 """Factor by which the noise may be above the least."""
 
@@ -49,8 +50,8 @@ class DeviceExamplesPlan:
     """Probability with which an example is in a step."""
     steps: int
     """Local steps of one participation."""
-    settings: str = ""
-    """Names what the job says of all this, which is the same for all devices."""
+    settings_digest: str = ""
+    """Digest of what the job says of all this, which is the same for all devices."""
 
     @classmethod
     def of(
@@ -87,10 +88,15 @@ class DeviceExamplesPlan:
                     f"than {LARGEST_NOISE:g} times the clipping bound; raise epsilon, or lower "
                     "batch_size, participations or the local steps"
                 )
-        lengths = (settings.batch_size, settings.local_steps, settings.local_epochs, participations)
-        said = (privacy.model_dump_json(), *lengths)
-        name = hashlib.sha256(repr(said).encode()).hexdigest()[:_NAME_DIGITS]
-        plan = cls(privacy, participations, multiplier, probability, steps, name)
+        said = (
+            privacy.model_dump_json(),
+            settings.batch_size,
+            settings.local_steps,
+            settings.local_epochs,
+            participations,
+        )
+        digest = hashlib.sha256(repr(said).encode()).hexdigest()[:_DIGEST_DIGITS]
+        plan = cls(privacy, participations, multiplier, probability, steps, digest)
         if plan.epsilon(1) > privacy.epsilon:
             raise JobError(
                 f"federated.privacy.noise={multiplier:g} is too little: a single participation of "

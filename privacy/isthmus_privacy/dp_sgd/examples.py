@@ -26,8 +26,16 @@ from isthmus_privacy.dp_sgd.isolation import (
 from isthmus_privacy.dp_sgd.sampling import poisson_sample
 
 _PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None)),
-    *(enum.Enum, torch.dtype, torch.device),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
 )
 """Types of what cannot change, and whose values are equal if they look the same."""
 
@@ -166,19 +174,19 @@ class SampledExamples:
         return ExampleGroup(one, move([torch.cat(column) for column in columns], self._device))
 
 
-def _checked_other(each: object) -> object:
-    """What is no tensor in a batch.
+def _checked_other(leaf: object) -> object:
+    """Return a leaf of a batch that is no tensor, if it cannot change.
 
     Raises:
         TaskError: it may hold data that depend on other examples, which nothing would compare.
     """
-    if not isinstance(each, _PLAIN):
+    if not isinstance(leaf, _PLAIN):
         raise TaskError(
-            f"a batch of one example has a {type(each).__module__}.{type(each).__qualname__}, "
+            f"a batch of one example has a {type(leaf).__module__}.{type(leaf).__qualname__}, "
             "which is not compared when the example is read again; with differential privacy of "
             "examples return tensors, numbers or text from the dataset or collate()"
         )
-    return each
+    return leaf
 
 
 def _shapes(value: Any) -> str:

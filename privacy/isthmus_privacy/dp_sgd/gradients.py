@@ -273,7 +273,7 @@ def clipped_sum(parts: list[torch.Tensor], clip: float) -> torch.Tensor:
     Returns:
         The sum (N, float64) of B vectors, of which those that are not finite are left out.
     """
-    norms = [torch.linalg.vector_norm(_rows(each), dim=1, dtype=torch.float64) for each in parts]
+    norms = [norms_of(each) for each in parts]
     norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
     factor = (clip * _ROUNDING / norm.clamp(min=1e-300)).clamp(max=1.0)
     finite = norm.isfinite()
@@ -281,12 +281,18 @@ def clipped_sum(parts: list[torch.Tensor], clip: float) -> torch.Tensor:
         factor = torch.where(finite, factor, 0.0)
         for each in parts:
             each[~finite] = 0
-    return torch.cat([_weighted_sum(factor, _rows(each)) for each in parts])
+    return torch.cat([_weighted_sum(factor, rows_of(each)) for each in parts])
 
 
-def _rows(vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors (B, ...) as (B, N), also those of a parameter without dimensions."""
-    return vectors.flatten(1) if vectors.ndim > 1 else vectors.unsqueeze(1)
+def rows_of(tensors: torch.Tensor) -> torch.Tensor:
+    """The tensor of each example as a vector: (B, ...) to (B, N), also where it is a number."""
+    return tensors.flatten(1) if tensors.ndim > 1 else tensors.unsqueeze(1)
+
+
+def norms_of(tensors: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of the tensor of each example: (B, ...) to (B) float64."""
+    norms: torch.Tensor = torch.linalg.vector_norm(rows_of(tensors), dim=1, dtype=torch.float64)
+    return norms
 
 
 def _weighted_sum(factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import random
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from isthmus.errors import TaskError
+from isthmus.task.scoring.host_generators import HostGenerators
 
 EXAMPLES = 4
 """Examples of the batches that are compared when a run is opened."""
@@ -35,8 +34,6 @@ _OUTLIERS = (-1e3, 1e6)
 """Factors of other examples' values: a share of one part in a thousand million is then seen."""
 _NOT_FINITE = (math.nan,)
 """Factors of other examples' values, for what is done with a batch in which a number is missing."""
-
-_PLAIN = (str, int, float)
 
 Observed = Mapping[str, torch.Tensor]
 """What was computed for one example, by what it is."""
@@ -225,10 +222,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    HostGenerators.seed(seed)
 
 
 @contextlib.contextmanager
@@ -256,9 +250,7 @@ class GeneratorStates:
             self._accelerator = torch.cuda.get_rng_state(device)
         elif device.type != "cpu":
             self._accelerator = torch.get_device_module(device).get_rng_state()
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = None if numpy is None else numpy.random.get_state()
+        self._host = HostGenerators.now()
 
     def restore(self) -> None:
         """Set them again."""
@@ -267,9 +259,7 @@ class GeneratorStates:
             torch.cuda.set_rng_state(self._accelerator, self._device)
         elif self._accelerator is not None:
             torch.get_device_module(self._device).set_rng_state(self._accelerator)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        self._host.restore()
 
     def observed(self) -> Observed:
         """What a pass must leave the same, whatever its examples are: seeds made from data mix."""
@@ -278,11 +268,7 @@ class GeneratorStates:
             states["the state of the accelerator's random numbers after a batch"] = (
                 self._accelerator
             )
-        # Python would take longer to write NumPy's numbers than most passes take.
-        numpy = self._numpy and [
-            each if isinstance(each, _PLAIN) else each.tobytes() for each in self._numpy
-        ]
-        text = repr((self._python, numpy)).encode()
+        text = repr(self._host).encode()
         states["the state of Python's or NumPy's random numbers after a batch"] = torch.frombuffer(
             bytearray(text), dtype=torch.uint8
         )

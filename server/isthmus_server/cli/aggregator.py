@@ -16,6 +16,7 @@ from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.identity.proxy_options import proxy_options
+from isthmus.identity.token_options import token_options
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
@@ -28,18 +29,11 @@ def aggregator() -> None:
 
 @aggregator.command()
 @click.argument("state", metavar="DIR", type=_DIRECTORY)
-@click.argument("url", metavar="HOST:PORT")
-@click.argument("token", required=False)
-@click.option(
-    "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
-)
+@token_options
 @proxy_options
-def join(
-    state: Path, url: str, token: str | None, token_file: str | None, proxy: ProxyChoice
-) -> None:
+def join(state: Path, url: str, token: joining.Token, proxy: ProxyChoice) -> None:
     """Join the server at HOST:PORT with a TOKEN of kind aggregator; the keys are in DIR."""
-    given = joining.Token.given(token, token_file)
-    member = asyncio.run(joining.join(url, given, state, tls.AGGREGATOR, proxy))
+    member = asyncio.run(joining.join(url, token, state, tls.AGGREGATOR, proxy))
     host = tls.aggregator_host(member.name)
     click.echo(f"the aggregator {member.name!r} is ready in {state}; devices reach it at {host}")
 

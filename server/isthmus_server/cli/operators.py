@@ -13,7 +13,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import grpc
@@ -29,10 +29,14 @@ from isthmus.identity.membership import Membership, default_state
 from isthmus.identity.obstacles import obstacle
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.identity.proxy_options import proxy_options
+from isthmus.identity.token_options import token_options
 from isthmus.job import Job, load_job, write_job
 from isthmus.printable import in_a_line
 from isthmus.transport.uplink import CHANNEL_OPTIONS
 from isthmus.wire import operator_pb2 as pb
+
+if TYPE_CHECKING:
+    from isthmus.identity.joining import Token
 
 _SERVICE = "/isthmus.operator.v1.Operator/"
 _TIMEOUT = 30.0
@@ -205,25 +209,14 @@ def operator() -> None:
 
 
 @operator.command()
-@click.argument("url", metavar="HOST:PORT")
-@click.argument("token", required=False)
-@click.option(
-    "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
-)
+@token_options
 @_STATE
 @proxy_options
-def join(
-    url: str,
-    token: str | None,
-    token_file: str | None,
-    state: Path,
-    proxy: ProxyChoice,
-) -> None:
+def join(url: str, token: Token, state: Path, proxy: ProxyChoice) -> None:
     """Join the server at HOST:PORT with an operator's TOKEN."""
     from isthmus.identity import joining
 
-    given = joining.Token.given(token, token_file)
-    member = asyncio.run(joining.join(url, given, state, "operator", proxy))
+    member = asyncio.run(joining.join(url, token, state, "operator", proxy))
     click.echo(f"joined {member.server} as {member.name!r}")
 
 

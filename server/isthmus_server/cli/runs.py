@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Literal
@@ -115,6 +114,7 @@ def import_(source: Path, run_dir: Path) -> None:
     from isthmus_server.runs.operations.manifest import (
         checked_manifest,
         copy_listed,
+        drafted,
         refuse_existing,
     )
     from isthmus_server.runs.operations.run_copies import close_run
@@ -123,20 +123,12 @@ def import_(source: Path, run_dir: Path) -> None:
 
     manifest = checked_manifest(source, "run")
     refuse_existing(run_dir)
-    draft = run_dir.with_name(f".{run_dir.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
+    with drafted(run_dir) as draft:
         copy_listed(manifest, source, draft)
         (draft / "logs").mkdir(exist_ok=True)
         if not (draft / PLACE).exists():  # of a version that did not mark copies
             record_copy(draft, str(source.resolve()))
         closed = close_run(draft, "imported from a copy; it goes on where it came from")
-        if run_dir.exists():
-            run_dir.rmdir()
-        draft.rename(run_dir)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     click.echo(f"{run_dir} is as it was exported" + (", and cancelled" if closed else ""))
 
 
@@ -150,21 +142,13 @@ def branch(source: Path, target: Path) -> None:
     own, and the privacy ledger of RUN. `isthmus run --resume` continues it. On a server, submit the
     job again instead.
     """
-    from isthmus_server.runs.operations.manifest import refuse_existing
+    from isthmus_server.runs.operations.manifest import drafted, refuse_existing
     from isthmus_server.runs.operations.run_copies import branch_run
     from isthmus_server.storage.run_description import resume_command
 
     refuse_existing(target)
-    draft = target.with_name(f".{target.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    try:
+    with drafted(target) as draft:
         run_id, round_ = branch_run(source, draft, target)
-        if target.exists():
-            target.rmdir()
-        draft.rename(target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     click.echo(f"{target} is the new run {run_id}, after round {round_} of {source}")
     click.echo(f"continue it with  {resume_command(target)}")
 

@@ -360,9 +360,9 @@ class Registry:
         return found
 
     def devices(self, ended_within: float = 0.0) -> int:
-        """Number of edge devices with a certificate that is valid, at least 1.
+        """Number of edge devices with a valid certificate, at least 1.
 
-        `ended_within`: or that ended in so many seconds before.
+        A certificate counts for `ended_within` seconds more after its end.
         """
         query = (
             "SELECT count(DISTINCT p.name) FROM participants p JOIN certificates c USING (name) "
@@ -379,14 +379,8 @@ class Registry:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._log.transaction():
             yield
-        except BaseException:
-            if self._db.in_transaction:  # SQLite ends it itself in some errors, such as a full disk
-                self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
         self._log.write_head()
         self._record_changes()
 
@@ -417,8 +411,7 @@ class Registry:
         if self._db.execute(query).fetchone() is None:
             return
         # In a transaction, so that no other process writes the same entries.
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._log.transaction():
             noted = self._db.execute(query).fetchall()
             # A process may have ended after it wrote there, and before it could say so here. Times
             # do not show it: the clock may have been set back since an earlier entry of the same
@@ -429,11 +422,6 @@ class Registry:
                 if mark not in written:
                     audit.record(self._directory, action, by=by, mark=mark, **json.loads(text))
                 self._db.execute("DELETE FROM unrecorded WHERE number=?", (number,))
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
     def _refuse_taken(self, name: str) -> None:
         row = self._db.execute(

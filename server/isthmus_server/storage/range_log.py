@@ -113,14 +113,8 @@ class RangeLog:
             OSError, sqlite3.Error: they cannot be stored.
         """
         if self._log is not None and self._db is not None:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with self._log.transaction():
                 self._insert(self._db, entry)
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
             self._log.write_head()
             self._known = None
         else:

@@ -252,6 +252,24 @@ class SealedDatabase:
         row = self.connection.execute("SELECT changes, total FROM seal").fetchone()
         return Seal(int(row[0]), bytes(row[1]))
 
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commit what the block changes as one, or nothing of it if it raises.
+
+        Raises:
+            TakenOver: another server has taken over.
+            sqlite3.Error: it cannot be committed.
+        """
+        self.connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.connection.execute("COMMIT")
+        except BaseException:
+            # SQLite ends it itself in some errors, such as a full disk.
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
+            raise
+
     def write_head(self) -> None:
         """Record the last commit outside the database; call it when a commit must not be lost.
 

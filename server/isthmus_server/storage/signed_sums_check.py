@@ -65,7 +65,7 @@ def check_signed_sums(store: Store) -> str:
         except PeerMisbehaved as error:
             raise _damaged(where, str(error)) from error
         if config.run_id == store.run_id:
-            if job not in (None, *jobs):
+            if job is not None and job not in jobs:
                 raise _damaged(where, "its devices have opened another job than those before it")
             checked.devices.setdefault((config.round, config.attempt), []).append(in_sum)
     secure = store.job.federated.secure_aggregation

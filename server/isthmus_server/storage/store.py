@@ -364,21 +364,20 @@ class Store:
                 a model of the new run.
         """
         round_, state = last or (0, None)
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute("DELETE FROM attempts WHERE round>?", (round_,))
-        # They have no run, and the new one may train in another way from the same model.
-        self._db.execute("DELETE FROM ranges")
-        if state is not None:
-            state = dataclasses.replace(state, holder=None)
+        with self.log.transaction():
+            self._db.execute("DELETE FROM attempts WHERE round>?", (round_,))
+            # They have no run, and the new one may train in another way from the same model.
+            self._db.execute("DELETE FROM ranges")
+            if state is not None:
+                state = dataclasses.replace(state, holder=None)
+                self._db.execute(
+                    "UPDATE attempts SET run_state=? WHERE round=? AND state='committed'",
+                    (json.dumps(state.to_json()), round_),
+                )
             self._db.execute(
-                "UPDATE attempts SET run_state=? WHERE round=? AND state='committed'",
-                (json.dumps(state.to_json()), round_),
+                "UPDATE run SET run_id=?, about=?, status='running', reason='', final=NULL",
+                (description.run_id, description.to_text()),
             )
-        self._db.execute(
-            "UPDATE run SET run_id=?, about=?, status='running', reason='', final=NULL",
-            (description.run_id, description.to_text()),
-        )
-        self._db.execute("COMMIT")
         self.log.write_head()
         if round_:
             self.log_event(RunBranched(round=round_))

@@ -93,14 +93,8 @@ class UnmaskingLog:
         if not new:
             return
         if self._log is not None and self._db is not None:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with self._log.transaction():
                 self._insert(self._db, new)
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
             # Only then may devices be asked: a log that lost this entry has to be noticed.
             self._log.write_head()
         # After the commit: what could not be stored is not known either.

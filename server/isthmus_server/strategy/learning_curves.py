@@ -327,7 +327,7 @@ class LearningCurves:
             seen = piece.values[piece.known] / self._scale
             with np.errstate(all="ignore"):
                 error = self._path(parameters, piece)[:, piece.known] - seen
-                variance = noise + (LATE * piece.bend[piece.known] / self._scale) ** 2
+                variance = noise + (LATE * piece.curvature[piece.known] / self._scale) ** 2
                 variance += piece.doubt[piece.known] ** 2
                 density += -0.5 * (error**2 / variance + np.log(variance)).sum(axis=1)
         density[~np.isfinite(density)] = -np.inf
@@ -450,8 +450,8 @@ class _Course:
     kinds: Sequence[str]
     values: Values
     known: npt.NDArray[np.bool_]
-    bend: Values
-    """By how much the motion of the metric in a round changes, at each."""
+    curvature: Values
+    """By how much the motion of the metric changes from round to round, at each round."""
     doubt: Values
     """Standard deviation of what averages of models of several kinds do, in units of the scale."""
     start: float | None
@@ -485,21 +485,21 @@ class _Course:
             piece.kinds,
             values,
             np.isfinite(values),
-            _bend(values),
+            _curvature(values),
             np.array(doubt),
             piece.start,
             runs,
         )
 
 
-def _bend(values: Values) -> Values:
-    """By how much the motion in a round changes with a round, at each where the metric is known."""
-    bend = np.zeros(len(values))
+def _curvature(values: Values) -> Values:
+    """The second differences of a metric, at each round where it is known; 0 at all others."""
+    curvature = np.zeros(len(values))
     known = np.flatnonzero(np.isfinite(values))
     if len(known) > 1:
         motion = np.gradient(values[known], known)
-        bend[known] = np.abs(np.gradient(motion, known))
-    return bend
+        curvature[known] = np.abs(np.gradient(motion, known))
+    return curvature
 
 
 def _is_stepped(kind: str) -> bool:

@@ -19,7 +19,13 @@ from isthmus_privacy.dp.auditing import Claim, Measurement
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_server.model.global_model import GlobalModel
-from isthmus_simulation.audit.device_canaries import ROUNDED, Guesses, audit_devices, most_in_a_run
+from isthmus_simulation.audit.device_canaries import (
+    Guesses,
+    Undercharge,
+    audit_devices,
+    exceeds,
+    most_in_a_run,
+)
 from isthmus_simulation.audit.example_canaries import (
     audit_examples,
     largest_device,
@@ -29,6 +35,9 @@ from isthmus_simulation.audit.membership import MembershipReport, membership_run
 from isthmus_simulation.run import Simulation
 
 Unit = Literal["device", "example"]
+RunAudited = Callable[[int, int, Path], tuple[Guesses, Undercharge | None]]
+"""Runs a simulation and gives its guesses, and what was charged too little for in it; it gets the
+canaries that are wanted, a seed, and a folder."""
 
 MOST_CANARIES = 1_000_000
 """Most canaries of an audit."""
@@ -51,14 +60,13 @@ class AuditReport:
     measurement: Measurement
     runs: int
     """Simulated ones."""
-    undercharged: tuple[float, float] | None = None
-    """The epsilon that a run's ledger had at its end, and that of the rounds that were released, if
-    it was less."""
+    undercharged: Undercharge | None
+    """What a ledger or an account had at the end of a run, if that is less than what it cost."""
 
     @property
     def is_over_budget(self) -> bool:
         """Whether what is claimed is more than the job's table allows."""
-        return self.measurement.claimed > self.budget * ROUNDED
+        return exceeds(self.measurement.claimed, self.budget)
 
     @property
     def is_alarm(self) -> bool:
@@ -137,15 +145,10 @@ class AuditReport:
         if self.is_over_budget:
             return f"ALARM: what is claimed is more than the budget of {self.budget:g}"
         if self.undercharged is not None:
-            charged, due = self.undercharged
+            charged = self.undercharged.charged
+            due = self.undercharged.due
             return f"ALARM: a ledger has an epsilon of {charged:.3f} for rounds that cost {due:.3f}"
         return "no alarm: nothing was measured that the claim excludes"
-
-
-def _missing(undercharged: tuple[float, float]) -> float:
-    """By how much what was charged is too small."""
-    charged, due = undercharged
-    return due - charged
 
 
 def finite(number: float) -> float | None:
@@ -234,34 +237,20 @@ class Audit:
                 f"{MAX_SECURE_COHORT:,} devices; lower delta or federated.cohort"
             )
         self._check_enough(claim, most)
-        undercharged: list[tuple[float, float]] = []
 
-        def one(wanted: int, seed: int, folder: Path) -> Guesses:
+        def one(wanted: int, seed: int, folder: Path) -> tuple[Guesses, Undercharge | None]:
             count = min(wanted, most)
             audited = audit_devices(job, self.base, folder, elements, count, seed)
             self._run(audited)
-            charged = audited.spent()
             due = plan.epsilon(min(audited.canaries.most_asked, times))
-            if charged * ROUNDED < due:
-                undercharged.append((charged, due))
-            return audited.canaries.guesses(plan, times)
+            undercharged = Undercharge.of(audited.spent(), due)
+            return audited.canaries.guesses(plan, times), undercharged
 
-        guesses, runs = self._until_enough(one)
         mechanism = (
             f"{privacy.mechanism}, multiplier {plan.multiplier:.4g}, for {times} "
             f"round{'' if times == 1 else 's'} of a device"
         )
-        found = self._measured(claim, guesses)
-        return AuditReport(
-            job.name,
-            "device",
-            mechanism,
-            privacy.epsilon,
-            privacy.delta,
-            found,
-            runs,
-            max(undercharged, key=_missing, default=None),
-        )
+        return self._report_of(claim, privacy.epsilon, mechanism, one)
 
     def _examples(self, task: Task, trained: Mapping[str, int]) -> AuditReport:
         job = self.job
@@ -274,42 +263,54 @@ class Audit:
         claim = Claim(plan.event, times, privacy.delta)
         most = most_of_devices(job, examples, sum(trained.values()))
         self._check_enough(claim, most)
-        undercharged: list[tuple[float, float]] = []
 
-        def one(wanted: int, seed: int, folder: Path) -> Guesses:
+        def one(_wanted: int, seed: int, folder: Path) -> tuple[Guesses, Undercharge | None]:
             shard = index, devices
             audited = audit_examples(job, self.base, folder, shard, examples, trained, seed)
             self._run(audited)
-            found = audited.undercharged(times, privacy.delta)
-            if found is not None:
-                undercharged.append(found)
-            return audited.canaries.guesses(times)
+            undercharged = audited.undercharged(times, privacy.delta)
+            return audited.canaries.guesses(times), undercharged
 
-        guesses, runs = self._until_enough(one)
         mechanism = (
             f"DP-SGD on devices with {examples} examples, multiplier {plan.multiplier:.4g}, for "
             f"{times} x {plan.steps} steps that have an example with a probability of "
             f"{plan.probability:.4g}"
         )
-        found = self._measured(claim, guesses)
-        return AuditReport(
-            job.name,
-            "example",
-            mechanism,
-            privacy.epsilon,
-            privacy.delta,
-            found,
-            runs,
-            max(undercharged, key=_missing, default=None),
-        )
+        return self._report_of(claim, privacy.epsilon, mechanism, one)
 
-    def _until_enough(self, one: Callable[[int, int, Path], Guesses]) -> tuple[Guesses, int]:
-        """Run until enough guesses were made.
+    def _report_of(
+        self, claim: Claim, budget: float, mechanism: str, one: RunAudited
+    ) -> AuditReport:
+        """Run until enough guesses were made, and report what they show.
 
         Args:
-            one: a run; it gets the canaries that are wanted, a seed, and a folder.
+            claim: that is audited.
+            budget: epsilon of the job's table.
+            mechanism: in words.
+            one: a run.
+
+        Raises:
+            UserError: too many runs would be needed.
         """
+        assert self.unit is not None
+        guesses, runs, undercharged = self._until_enough(one)
+        return AuditReport(
+            job=self.job.name,
+            unit=self.unit,
+            mechanism=mechanism,
+            budget=budget,
+            delta=claim.delta,
+            measurement=claim.measured(
+                guesses.right, guesses.made, self.confidence, guesses.shares
+            ),
+            runs=runs,
+            undercharged=undercharged,
+        )
+
+    def _until_enough(self, one: RunAudited) -> tuple[Guesses, int, Undercharge | None]:
+        """All guesses, the number of runs in which they were made, and the worst undercharge."""
         total = Guesses(0, 0, {})
+        undercharged: list[Undercharge | None] = []
         runs = 0
         share = 1.0  # of the canaries that a run asks
         while total.made < self.canaries:
@@ -322,7 +323,8 @@ class Audit:
                 # Nobody who writes a task or a job can know the coins.
                 seed = secrets.randbits(48)
                 wanted = math.ceil((self.canaries - total.made) / share)
-                found = one(wanted, seed, Path(folder) / "run")
+                found, too_little = one(wanted, seed, Path(folder) / "run")
+            undercharged.append(too_little)
             runs += 1
             if not found.made:
                 raise UserError(
@@ -331,7 +333,7 @@ class Audit:
                 )
             share = min(1.0, found.made / wanted)
             total = total.plus(found)
-        return total, runs
+        return total, runs, Undercharge.worst(undercharged)
 
     def _check_enough(self, claim: Claim, most: int) -> None:
         """Refuse an audit that could not find anything, or not make its guesses.
@@ -364,9 +366,6 @@ class Audit:
                 f"{self.confidence:g}, and {self.job.name!r} claims {claim.epsilon():.3g}: nothing "
                 f"could be found; at least {needed} are needed (--canaries)"
             )
-
-    def _measured(self, claim: Claim, guesses: Guesses) -> Measurement:
-        return claim.measured(guesses.right, guesses.made, self.confidence, guesses.shares)
 
 
 def _rounds_of_a_device(plan: NoisePlan, rounds: int) -> int:

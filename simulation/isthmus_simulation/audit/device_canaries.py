@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,6 @@ from isthmus_simulation.run import Simulation
 if TYPE_CHECKING:
     from isthmus_server.rounds.run_parts import RunParts
 
-ROUNDED = 1.001
-"""Factor by which an epsilon may be above the one that it is compared with, for rounding."""
 OVER = 4.0
 """How many times longer than the clipping bound a canary is before it is clipped."""
 _LARGEST_ELEMENT = 0.9
@@ -54,6 +52,38 @@ _LESS_NOISE = 0.5
 """Noise of a round, as a part of the same, from which on it is not weighted by its noise."""
 MEMORY = 2 << 30
 """Bytes of the updates of a run's canaries."""
+_ROUNDED = 1.001
+"""Factor by which an epsilon may be above the one that it is compared with, for rounding."""
+
+
+def exceeds(epsilon: float, allowed: float) -> bool:
+    """Whether an epsilon is above another one by more than rounding.
+
+    >>> exceeds(8.1, 8.0), exceeds(8.000001, 8.0)
+    (True, False)
+    """
+    return epsilon > allowed * _ROUNDED
+
+
+@dataclasses.dataclass(frozen=True)
+class Undercharge:
+    """A charge that is too small."""
+
+    charged: float
+    """The epsilon that a ledger or an account has."""
+    due: float
+    """The epsilon of what it was charged for."""
+
+    @classmethod
+    def of(cls, charged: float, due: float) -> Undercharge | None:
+        """The charge, if it is too small."""
+        return cls(charged, due) if exceeds(due, charged) else None
+
+    @classmethod
+    def worst(cls, found: Iterable[Undercharge | None]) -> Undercharge | None:
+        """The one with which most is missing; None if there is none."""
+        too_small = [each for each in found if each is not None]
+        return max(too_small, key=lambda each: each.due - each.charged, default=None)
 
 
 @dataclasses.dataclass(frozen=True)

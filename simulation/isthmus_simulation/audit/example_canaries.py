@@ -24,7 +24,7 @@ from isthmus.wire import link_pb2
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_privacy.dp_sgd.isolation import EXAMPLES
 from isthmus_simulation.audit.canary_task import KEY, SOURCE, CanaryTask, canaries_among
-from isthmus_simulation.audit.device_canaries import OVER, ROUNDED, Guesses
+from isthmus_simulation.audit.device_canaries import OVER, Guesses, Undercharge
 from isthmus_simulation.audit.directions import Directions
 from isthmus_simulation.devices.device import VirtualHost
 from isthmus_simulation.devices.fleet import VirtualFleet
@@ -158,8 +158,8 @@ class ExampleAudit(Simulation):
     """The device whose data all have, and the devices of the job."""
     _fleet: VirtualFleet
 
-    def undercharged(self, times: int, delta: float) -> tuple[float, float] | None:
-        """What a device's account has and what its steps cost, of the worst that has too little.
+    def undercharged(self, times: int, delta: float) -> Undercharge | None:
+        """The device whose account has least of what its steps cost, if one has too little.
 
         Args:
             times: participations that are claimed.
@@ -169,9 +169,8 @@ class ExampleAudit(Simulation):
         for name, due in self.canaries.costs(times).items():
             account = self._fleet.accounts.get(name)
             charged = 0.0 if account is None else account.spent(delta)
-            if charged * ROUNDED < due:
-                found.append((charged, due))
-        return max(found, key=lambda each: each[1] - each[0], default=None)
+            found.append(Undercharge.of(charged, due))
+        return Undercharge.worst(found)
 
     def _host(self, fleet: VirtualFleet, index: int) -> VirtualHost:
         return WatchedHost(fleet, fleet.participant(index), self.canaries)

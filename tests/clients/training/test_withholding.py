@@ -10,7 +10,11 @@ import torch
 
 from isthmus.errors import JobError, TaskError, TaskInterrupted, TaskProcessEnded
 from isthmus.task import user_code
-from isthmus_clients.training.withholding import DetailsWithheld, attempted
+from isthmus_clients.training.withholding import (
+    DetailsWithheld,
+    attempted,
+    has_broken_accelerator,
+)
 
 
 def in_the_task(error):
@@ -52,6 +56,14 @@ def test_what_a_server_can_cause_is_no_vector_of_zeros(what, place):
 @pytest.mark.parametrize("what", OF_DATA)
 def test_what_follows_from_model_and_data_is_a_vector_of_zeros(what):
     assert attempted("training", lambda: in_the_task(OF_DATA[what])) is None
+
+
+def test_an_exception_of_the_task_that_was_raised_from_itself_is_a_vector_of_zeros():
+    """Python allows it: the chain of its causes has no end."""
+    error = ValueError("the patient is Ann")
+    error.__cause__ = error
+    assert attempted("training", lambda: in_the_task(error)) is None
+    assert not has_broken_accelerator(error)
 
 
 def test_of_the_agent_itself_only_deliberate_errors_are_zeros():

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import py_compile
+import sys
 import zipfile
 
 import pytest
@@ -124,8 +125,10 @@ def test_an_older_package_or_a_variant_of_the_same_version_is_not_installed(fold
     install(another, tasks, [another.author])  # versions are those of an author
 
 
-def test_a_planted_cache_is_not_executed(folder, tmp_path):
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["with the file", "PYTHONPYCACHEPREFIX"])
+def test_a_planted_cache_is_not_executed(folder, tmp_path, monkeypatch, elsewhere):
     """Python would load a cache that claims the date and size of the signed file."""
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "caches") if elsewhere else None)
     (folder / "task.py").write_bytes(b"VALUE = 1\n")
     tasks = tmp_path / "tasks"
     target = install(read(pack(folder, "keyboard", AUTHOR)), tasks, [PUBLIC])

@@ -62,6 +62,25 @@ def test_a_transaction_that_is_rolled_back_does_not_change_the_seal(opened):
     assert database.check() == 3
 
 
+def test_a_block_that_fails_changes_nothing_and_leaves_no_transaction(opened):
+    database = opened()
+    fill(database)
+    before = database.seal()
+
+    def change():
+        with database.transaction():
+            database.connection.execute("DELETE FROM things WHERE name='a'")
+            database.connection.execute("INSERT INTO things VALUES ('b', 1, NULL)")
+
+    with pytest.raises(sqlite3.IntegrityError):
+        change()
+    assert not database.connection.in_transaction
+    assert database.seal() == before
+    with database.transaction():
+        database.connection.execute("DELETE FROM things WHERE name='a'")
+    assert database.check() == 2
+
+
 @pytest.mark.parametrize(
     "change",
     [

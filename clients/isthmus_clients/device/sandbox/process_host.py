@@ -60,11 +60,11 @@ class _Opened:
 
     work: link_pb2.OpenRun
     run: ActiveRun
+    code: bytes
+    """Digest of the task's files that the run was opened with, see `ProcessHost._code_of`."""
     personal: PersonalState | None = None
     process: TaskProcess | None = None
     examples: int | None = None
-    code: bytes = b""
-    """Names the task's files that the run was opened with, see `ProcessHost._code_of`."""
 
 
 class ProcessHost:
@@ -172,12 +172,12 @@ class ProcessHost:
     def open(self, work: link_pb2.OpenRun) -> int:
         """Open a run in its process, see `TaskHost.open`; another stays in memory if it may."""
         opened = self._switch_to(work.run_id)
-        if opened is not None and (opened.work != work or self._code_of(opened) != opened.code):
+        if opened is not None and (opened.work != work or self._has_other_code(opened)):
             _end(opened)
             opened = None
         if opened is None:
-            opened = _Opened(work, ActiveRun.of(work, self._tasks))
-            opened.code = self._code_of(opened)
+            run = ActiveRun.of(work, self._tasks)
+            opened = _Opened(work, run, self._code_of(run))
         # Another run may have taken the disk space of its states.
         key = states_key(work, self._settings.participant)
         controlled = opened.run.job.federated.control_variates is not None
@@ -431,10 +431,13 @@ class ProcessHost:
             TaskInterrupted: they were.
             IsthmusError: they cannot be read, or a package was changed.
         """
-        if self._code_of(opened) != opened.code:
+        if self._has_other_code(opened):
             raise TaskInterrupted("the task's files were changed after the run was opened")
 
-    def _code_of(self, opened: _Opened) -> bytes:
+    def _has_other_code(self, opened: _Opened) -> bool:
+        return self._code_of(opened.run) != opened.code
+
+    def _code_of(self, run: ActiveRun) -> bytes:
         """Digests of the code that a run's process would load now, and of the package it is from.
 
         Those of an app that was installed by hand are not known.
@@ -443,8 +446,8 @@ class ProcessHost:
             TaskError: a file cannot be read.
             AdmissionRefused: a package was changed.
         """
-        job = opened.run.job
-        code = b"" if opened.run.has_app else code_digest(job.task.source, self._tasks)
+        job = run.job
+        code = b"" if run.has_app else code_digest(job.task.source, self._tasks)
         package = packages.installed(self._tasks, packages.name_of(job))
         return code if package is None else code + package.digest
 

@@ -88,7 +88,7 @@ class TaskWorker:
             self._throttle.pause()
             self._reply(request.id, reply)
             if broken:
-                # Or all later work here would fail as well, whatever model and data that is of.
+                # Here all later work would fail as well, whatever its model and data are.
                 os._exit(1)
 
     def _read(self) -> None:

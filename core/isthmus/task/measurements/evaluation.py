@@ -160,16 +160,16 @@ class EvaluationVector:
         return torch.cat([metric.counts(tallies[name]) for name, metric in self.metrics.items()])
 
     def check(self, total: torch.Tensor, devices: int) -> None:
-        """Refuse a sum of vectors, int64 (size), that no data of so many devices have.
+        """Refuse a sum of vectors, int64 (size), that so many devices cannot have, with any data.
 
         Raises:
-            ValueError: with the metric.
+            ValueError: it is such a sum; with the name of the metric.
         """
         for name, metric, part in self._parts(total):
             try:
                 metric.check(part, devices)
             except ValueError as error:
-                raise ValueError(f"the counts of {name!r} are none of data: {error}") from None
+                raise ValueError(f"the counts of {name!r} are impossible: {error}") from None
 
     def figures(self, total: torch.Tensor) -> dict[str, float]:
         """The metrics of a sum of vectors, int64 (size), with the prefix `DEVICES`."""

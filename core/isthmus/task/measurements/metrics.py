@@ -89,10 +89,10 @@ class DeviceMetric(abc.ABC):
         return whole(tally)
 
     def check(self, total: torch.Tensor, devices: int) -> None:
-        """Refuse a sum of counts, int64 (size), that no data of so many devices have.
+        """Refuse a sum of counts, int64 (size), that so many devices cannot have, with any data.
 
         Raises:
-            ValueError: it is one.
+            ValueError: it is such a sum.
         """
         if bool((total < 0).any()):
             raise ValueError("a count is below 0")
@@ -242,9 +242,9 @@ class Mean(DeviceMetric):
         """See `DeviceMetric.check`: a mean is within the bounds, and each device is in one bin."""
         super().check(total[1:], devices)
         summed, units, not_finite, clipped, *histogram = total.tolist()
-        # With weights each count of a device is rounded, that of values which are not finite up.
-        rounding = devices if self.weighted else 0
-        if not_finite + clipped > units + 3 * rounding:
+        # With weights each device rounds each of these three counts, by less than 1.
+        rounding = 3 * devices if self.weighted else 0
+        if not_finite + clipped > units + rounding:
             raise ValueError("more values are clipped or not finite than there are")
         weight = units * self.unit
         lowest = min(self.low * weight, self.low * (units - not_finite) * self.unit)

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 _LARGEST = (1 << 63) - 1
+"""Largest seed that PyTorch takes."""
 _WORD = 1 << 32
+"""From here on NumPy takes a seed in parts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,14 @@ class HostGenerators:
         kind, keys, *rest = arrays.random.get_state(legacy=True)
         return cls(random.getstate(), (kind, keys.tobytes(), *rest))
 
+    @staticmethod
+    def seed(number: int) -> None:
+        """Seed both, by all bits of a number."""
+        random.seed(number)
+        arrays = sys.modules.get("numpy")
+        if arrays is not None:
+            arrays.random.seed(number if number < _WORD else _words(number))
+
     def restore(self) -> None:
         """Give them these states."""
         random.setstate(self.python)
@@ -56,13 +66,10 @@ def seeded(seed: int) -> Iterator[None]:
 
     The seed may be larger than PyTorch and NumPy take as one number.
     """
-    arrays = sys.modules.get("numpy")  # only if it was imported
     before = HostGenerators.now()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed & _LARGEST)
-        random.seed(seed)
-        if arrays is not None:
-            arrays.random.seed(seed if seed < _WORD else _words(seed))
+        HostGenerators.seed(seed)
         try:
             yield
         finally:

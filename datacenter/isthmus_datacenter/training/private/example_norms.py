@@ -28,11 +28,11 @@ from torch.overrides import TorchFunctionMode
 from isthmus.errors import TaskError
 from isthmus_datacenter.training.private.outer_products import (
     OuterProducts,
-    rows_of,
     slices,
     squared,
     squared_norms,
 )
+from isthmus_privacy.dp_sgd.gradients import norms_of, rows_of
 
 PER_EXAMPLE = "set datacenter.privacy.clipping = 'per_example', with zero_stage = 0"
 """What is possible for all models."""
@@ -276,15 +276,15 @@ class _Layer:
             return _Sizes(terms, factors, of_gradients.amax(1))
         positions = max(1, self.terms(gradient) // len(gradient))
         # What is normalised is at most one on average; other layers may have it besides inputs.
-        length = torch.full_like(_norm(gradient), math.sqrt(gradient[0].numel()))
+        length = torch.full_like(norms_of(gradient), math.sqrt(gradient[0].numel()))
         if not isinstance(module, _NORMALISING) and given.is_floating_point():
             # A convolution uses each number of its input once for each number of the kernel.
             kernel = getattr(module, "kernel_size", ())
             uses = math.prod(kernel) if isinstance(kernel, tuple) else 1
-            length += math.sqrt(uses) * _norm(given)
+            length += math.sqrt(uses) * norms_of(given)
         largest = rows_of(gradient).abs().amax(1).double()
         return _Sizes(
-            dict.fromkeys(self.trained, length * _norm(gradient)),
+            dict.fromkeys(self.trained, length * norms_of(gradient)),
             dict.fromkeys(self.trained, length * math.sqrt(positions)),
             largest * math.sqrt(gradient[0].numel() / positions),
         )
@@ -489,12 +489,6 @@ def refused(name: str, module: nn.Module, why: str) -> TaskError:
         f"layer {name!r} ({_kind(module).__name__}) {why}, so that ghost clipping cannot find the "
         f"norm of an example's gradient; {PER_EXAMPLE}"
     )
-
-
-def _norm(rows: torch.Tensor) -> torch.Tensor:
-    """Norms (B, float64) of tensors (B, ...)."""
-    norms: torch.Tensor = torch.linalg.vector_norm(rows_of(rows), dim=1, dtype=torch.float64)
-    return norms
 
 
 def _norms_of_terms(rows: torch.Tensor) -> torch.Tensor:

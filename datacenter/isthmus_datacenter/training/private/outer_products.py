@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from isthmus_privacy.dp_sgd.gradients import norms_of
+
 MEMORY_ELEMENTS = 1 << 22
 """Elements of all matrices that exist at a time."""
 
@@ -89,13 +91,7 @@ def squared_norms(summands: Sequence[OuterProducts]) -> torch.Tensor:
 
 def squared(tensors: torch.Tensor) -> torch.Tensor:
     """Squared 2-norms of the tensor of each example: (B, ...) to (B) float64."""
-    norms: torch.Tensor = torch.linalg.vector_norm(rows_of(tensors), dim=1, dtype=torch.float64)
-    return norms.square()
-
-
-def rows_of(tensors: torch.Tensor) -> torch.Tensor:
-    """The tensor of each example as a vector: (B, ...) to (B, N), also where it is a number."""
-    return tensors.flatten(1) if tensors.ndim > 1 else tensors.unsqueeze(1)
+    return norms_of(tensors).square()
 
 
 def slices(count: int, elements: int) -> Iterator[slice]:

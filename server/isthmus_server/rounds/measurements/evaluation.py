@@ -50,6 +50,8 @@ from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.policy import Policy
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 
+_Vector = EvaluationVector | StatisticsVector
+"""What devices count: metrics of a model, or statistics of their data."""
 CLIPPED_SHARE = 0.01
 """Part of the clipped values with which a metric may still decide about a run."""
 
@@ -233,10 +235,7 @@ class RoundEvaluator:
         return sums
 
     async def _tried(
-        self,
-        vector: EvaluationVector | StatisticsVector,
-        round_: int,
-        number: Callable[[int | None, int], int],
+        self, vector: _Vector, round_: int, number: Callable[[int | None, int], int]
     ) -> tuple[Answers | None, list[Sequence[Receipt]], RoundFailed | None]:
         """The sums, the receipts of each attempt, and the last failure.
 
@@ -284,24 +283,16 @@ class RoundEvaluator:
             return contextlib.nullcontext(Offer(link_pb2.Blob()))
         return self._publication.served()
 
-    def _check(
-        self, vector: EvaluationVector | StatisticsVector, total: torch.Tensor, devices: int
-    ) -> None:
-        """Refuse a sum of counts that no data have; one with noise may be any.
+    def _check(self, vector: _Vector, total: torch.Tensor, devices: int) -> None:
+        """Refuse a sum of counts that so many devices cannot have; one with noise may be any.
 
         Raises:
-            ValueError: it is one.
+            ValueError: it is such a sum.
         """
         if self._context.privacy is None and isinstance(vector, EvaluationVector):
             vector.check(total, devices)
 
-    def _question(
-        self,
-        vector: EvaluationVector | StatisticsVector,
-        round_: int,
-        attempt: int,
-        offer: Offer,
-    ) -> Question:
+    def _question(self, vector: _Vector, round_: int, attempt: int, offer: Offer) -> Question:
         """An attempt at an evaluation of the offered model, or at statistics without one."""
         job = self._job
         size = vector.size

@@ -156,8 +156,8 @@ async def running_participants(
 ) -> AsyncIterator[LocalProcesses]:
     """Listen, and run the job's devices and ranks while the block lasts.
 
-    These come through a socket that only this user can reach: at the address another user could
-    listen in place of this process, and would say which code they run. It is for others.
+    These come through a socket that only this user can reach: at the address, which is for others,
+    another user could listen in place of this process, and would say which code they run.
 
     Raises:
         UserError: the server cannot listen at the address.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from isthmus_server.runs.operations.databases import copy_database
 from isthmus_server.runs.operations.manifest import (
     CopyManifest,
     copy_private,
+    drafted,
     refuse_existing,
     write_manifest,
 )
@@ -47,19 +47,10 @@ def back_up(state: Path, target: Path) -> CopyManifest:
     refuse_existing(target)
     if target.resolve().is_relative_to(state.resolve()):
         raise UserError(f"{target} is inside {state}: later backups would contain it; give another")
-    draft = target.with_name(f".{target.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    make_private_directory(draft)
-    try:
+    with drafted(target) as draft:
+        make_private_directory(draft)
         _copy(state, draft)
-        manifest = write_manifest(draft, "server")
-        if target.exists():
-            target.rmdir()
-        draft.rename(target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    return manifest
+        return write_manifest(draft, "server")
 
 
 def _copy(state: Path, draft: Path) -> None:

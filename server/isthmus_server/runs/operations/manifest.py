@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -123,6 +124,24 @@ def refuse_existing(target: Path) -> None:
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty; nothing was changed. Give a new directory")
+
+
+@contextlib.contextmanager
+def drafted(target: Path) -> Iterator[Path]:
+    """Where the block makes a new directory, which appears as `target` when it is complete.
+
+    What an earlier process has left there is removed, and so is everything if the block raises.
+    """
+    draft = target.with_name(f".{target.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        yield draft
+        if target.exists():
+            target.rmdir()
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def _files(directory: Path) -> Iterator[Path]:

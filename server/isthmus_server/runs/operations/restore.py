@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from isthmus_server.runs.operations.manifest import (
     CopyManifest,
     checked_manifest,
     copy_listed,
+    drafted,
     refuse_existing,
 )
 from isthmus_server.runs.operations.run_copies import close_run
@@ -73,10 +73,8 @@ def restore(
     refuse_existing(target)
     if lost is not None and not (lost / AUDIT[0]).exists() and not (lost / PRIVACY).is_dir():
         raise UserError(f"--lost {lost} has no audit log and no privacy ledgers; leave it out")
-    draft = target.with_name(f".{target.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    make_private_directory(draft)
-    try:
+    with drafted(target) as draft:
+        make_private_directory(draft)
         copy_listed(manifest, backup, draft)
         restoring = _Restoring(draft, manifest, lost)
         if nothing_ran_since:
@@ -90,14 +88,13 @@ def restore(
         if nothing_ran_since:
             details["stated"] = "nothing ran since"
         audit.record(draft, "restore", by=audit.local_user(), **details)
-        if target.exists():
-            target.rmdir()
-        draft.rename(target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    done = restoring
-    return Restored(manifest, done.newer, done.closed, done.populations, done.revocations_known)
+    return Restored(
+        manifest,
+        restoring.newer,
+        restoring.closed,
+        restoring.populations,
+        restoring.revocations_known,
+    )
 
 
 class _Restoring:

@@ -145,6 +145,28 @@ async def test_a_device_in_the_default_directory(fleet, tmp_path, monkeypatch): 
     await fleet.close()
 
 
+async def test_other_addresses_of_a_device_are_tried_in_place_of_its_own(fleet, tmp_path):  # noqa: F811
+    """One of an aggregator, or of a server that has moved, before `client start --server`."""
+    await fleet.listen()
+    await joining.join(fleet.url, fleet.token("phone"), tmp_path / "phone", "client")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
+        moved = f"localhost:{fleet.address.rpartition(':')[2]}"
+        words = ["device", str(tmp_path / "phone"), "--server", moved, "--server", nowhere]
+        result = await asyncio.to_thread(CliRunner().invoke, doctor, [*words, "--json"])
+    found = [each for each in json.loads(result.output) if each["what"] in ("road", "server")]
+    assert result.exit_code == 1
+    assert [each["level"] for each in found] == ["OK", "OK", "OK", "FAIL"]
+    assert found[0]["found"] == f"connections to {moved} go directly"
+    assert found[1]["found"] == f"{moved} accepts connections"
+    assert nowhere in found[3]["found"]
+    result = CliRunner().invoke(doctor, ["device", str(tmp_path / "phone"), "--server", "nowhere"])
+    assert result.exit_code == 1
+    assert "FAIL road: " in result.output
+    await fleet.close()
+
+
 async def test_an_aggregator_that_has_joined(fleet, tmp_path):  # noqa: F811
     await fleet.listen()
     keys = tmp_path / "sums"
