@@ -37,6 +37,16 @@ _EXAMPLES_EVENT = "sampled-gaussian"
 _KINDS_OF_CHARGES = ("round", "evaluation", "comparison", "training")
 
 
+def check_terms(privacy: Fields) -> None:
+    """Check the budget of a job, before something is computed by it that has no end for others.
+
+    Raises:
+        Violation: it is none.
+    """
+    if not (privacy.number("epsilon") > 0 and 0 < privacy.number("delta") < 1):
+        raise Violation(f"{privacy.where} has a budget that is none")
+
+
 @dataclasses.dataclass
 class Charge:
     """One line that reserves."""
@@ -226,8 +236,6 @@ class Charges:
         """
         budget = privacy.number("epsilon")
         delta = privacy.number("delta")
-        if not (budget > 0 and 0 < delta < 1):
-            raise Violation(f"{privacy.where} has a budget that is none")
         if privacy.has("participations"):
             most = privacy.count("participations")
             rounds = Counter[str]()

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence, Set
 
-from isthmus_verify.charges import TOLERANCE, Charge, Charges
+from isthmus_verify.charges import TOLERANCE, Charge, Charges, check_terms
 from isthmus_verify.fields import Fields
 from isthmus_verify.messages import random_group
 from isthmus_verify.models import BestModel, Models, Start
@@ -115,6 +115,8 @@ class JobFacts:
         federated = job.table("federated")
         strategy = job.table("strategy")
         privacy = job.table("privacy") if job.has("privacy") else None
+        if privacy is not None:
+            check_terms(privacy)
         return cls(
             secure=federated.flag("secure_aggregation"),
             buffered=federated.text("mode") == "buffered",

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import re
 import time
 
@@ -32,6 +33,7 @@ SAMPLED = {
 KINDS = {
     "secure": (),
     "noise": NOISE,
+    "gaussian": ("privacy.epsilon=50", "privacy.delta=0.01", "privacy.mechanism=gaussian"),
     "best": BEST,
     "average": ("strategy.served_average=0.5",),
     "scheduled": ("strategy.policy=schedule", "strategy.schedule=[{regime='federated'}]"),
@@ -444,6 +446,18 @@ async def test_a_job_with_a_key_twice_is_refused_at_once(recorded):
     with pytest.raises(Violation, match="has '7' twice"):
         check(io.BytesIO(closed(entries)))
     assert time.process_time() - began < 20
+
+
+async def test_a_budget_that_is_none_is_refused_at_once(recorded):
+    """Before anything is computed by it: no epsilon is large enough for a delta below 0."""
+    entries = await recorded("gaussian")
+    job = entries[0][1]["job"]
+    texts = [json.loads(text) for text in entries[0][1]["opened"]]
+    for table in (job, *texts):
+        table["privacy"]["delta"] = -0.01
+    entries[0][1]["opened"] = [json.dumps(text) for text in texts]
+    with pytest.raises(Violation, match=r"'privacy' of .* has a budget that is none"):
+        check(io.BytesIO(closed(entries)))
 
 
 STARTS = {
