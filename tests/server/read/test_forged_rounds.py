@@ -460,6 +460,24 @@ async def test_a_budget_that_is_none_is_refused_at_once(recorded):
         check(io.BytesIO(closed(entries)))
 
 
+async def test_a_deep_job_is_compared_in_one_walk(recorded):
+    entries = await recorded("secure")
+    deep = [0] * 300_000
+    for _ in range(400):
+        deep = {"a": deep}
+    job = entries[0][1]["job"]
+    job["task"]["settings"] = deep
+    (text,) = entries[0][1]["opened"]
+    opened_job = json.loads(text)
+    opened_job["task"]["settings"] = deep
+    entries[0][1]["opened"] = [json.dumps(opened_job)]
+    began = time.process_time()
+    # What the devices have signed is another job, which is found afterwards.
+    with pytest.raises(Violation, match="had opened another job than this one"):
+        check(io.BytesIO(closed(entries)))
+    assert time.process_time() - began < 5
+
+
 STARTS = {
     "initial": ((), [{}, {"start": "initial"}, {}]),
     "kept": ((), [{"keep": {"one": "current"}}, {}, {"start": "one", "keep": {"one": ""}}]),
