@@ -10,7 +10,7 @@ from collections.abc import Sequence, Set
 from isthmus_verify.charges import TOLERANCE, Charge, Charges, check_terms
 from isthmus_verify.fields import Fields
 from isthmus_verify.messages import random_group
-from isthmus_verify.models import BestModel, Models, Start
+from isthmus_verify.models import CURRENT, BestModel, Models, Start
 from isthmus_verify.sums import SignedSum, SignedSums
 from isthmus_verify.violation import Violation, shown
 
@@ -80,7 +80,8 @@ _REGIMES_OF_POLICIES = {
     # A datacenter changes the model first, where no cohort of devices may be summed.
     "hybrid": ("hybrid", "datacenter"),
 }
-"""Regimes of the policies that leave no other one; of all others any."""
+"""Regimes of the policies that leave no other one; of all others any. Plans of these policies have
+nothing else that is checked: each starts from the last model, and keeps none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +232,14 @@ class Rounds:
                 f"{shown(self._job.policy)} never has"
             )
         keep = answer.table("keep")
+        measures = answer.flag("measure_gradients")
+        by_group = answer.flag("by_group")
+        usual = start.text("name") == CURRENT and not (keep.values or measures or by_group)
+        if self._job.policy in _REGIMES_OF_POLICIES and not usual:
+            raise Violation(
+                f"{where} has another start model than the last one, keeps models, or has groups "
+                f"or gradients, which the policy {shown(self._job.policy)} never asks for"
+            )
         self._planned.add((round_, attempt))
         self._plan = Plan(
             round=round_,
@@ -241,8 +250,8 @@ class Rounds:
             start=self.models.check_start(start, where),
             regime=regime,
             reason=answer.text("reason"),
-            measures=answer.flag("measure_gradients"),
-            by_group=answer.flag("by_group"),
+            measures=measures,
+            by_group=by_group,
             keep={name: keep.text(name) for name in keep.values},
         )
         self._starts.setdefault(round_, set()).add(self._plan.start)

@@ -349,15 +349,15 @@ FORGERIES = {
         _stranger,
         "'exchange.buffers' is 'recompute' in the job of the run",
     ),
-    "secure: a kept model that never was one": (
+    "scheduled: a kept model that never was one": (
         lambda entries: _from_kept(entries, planned=False),
         "as the model 'kept', and by its plan and the commits before it is none",
     ),
-    "secure: a kept model that was another one": (
+    "scheduled: a kept model that was another one": (
         lambda entries: _from_kept(entries, planned=True),
         f"as the model 'kept', and by its plan and the commits before it is {OTHER}",
     ),
-    "secure: a served model that is not the current one": (
+    "scheduled: a served model that is not the current one": (
         _from_served,
         f"as the model 'served', and by its plan and the commits before it is {OTHER}",
     ),
@@ -365,12 +365,17 @@ FORGERIES = {
         _averaged,
         "'strategy.served_average' is 0.5 in the job of the run",
     ),
-    "secure: the first model again": (_from("initial"), "have signed another first model"),
-    "secure: the mean of a model and itself": (
+    "secure: a mean of models, which has no digest": (
+        _from("current+initial"),
+        "another start model than the last one, keeps models, or has groups or gradients, which "
+        "the policy 'federated' never asks for",
+    ),
+    "scheduled: the first model again": (_from("initial"), "have signed another first model"),
+    "scheduled: the mean of a model and itself": (
         _from("current+served"),
         f"and the run has {OTHER} in its place",
     ),
-    "secure: an unknown model": (_from("another"), "has kept none of the name 'another'"),
+    "scheduled: an unknown model": (_from("another"), "has kept none of the name 'another'"),
     "secure: a model in no datacenter": (
         lambda entries: _in_datacenter(entries, with_one=False),
         "has its model only in a datacenter, and it was no round of one datacenter alone",
