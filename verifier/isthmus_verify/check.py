@@ -274,7 +274,11 @@ class _Pass:
         if self._charges.count and self._job.has("privacy"):
             yield "Each attempt that asked devices was charged for just these."
         if self._job.has("privacy"):
-            yield "No device was asked for more than the epsilon of the job, computed here again."
+            by = " by this run" if self._charges.of_others else ""
+            yield (
+                f"No device was asked{by} for more than the epsilon of the job, computed here "
+                "again."
+            )
         if self._final and rounds.models.final_is_best:
             yield (
                 "The final model is the best of those that were evaluated, by what the records "

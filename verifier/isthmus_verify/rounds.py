@@ -583,16 +583,17 @@ class Rounds:
                 + ("with noise" if signed.noise_multiplier is not None else "without noise")
                 + ", and the job is another"
             )
-        if signed.noise_multiplier is None:
-            return
-        # Theorem 1 of Kairouz et al. 2021: at least this, whatever the discrete noise adds.
-        least = 0.5 / signed.noise_multiplier**2 if signed.noise_multiplier > 0 else math.inf
         for charge in self._charged:
             if charge.run != self._charges.run_id:
                 raise Violation(
                     f"{where} was charged by the run {shown(charge.run)}, and its devices have "
                     "signed a sum of this one"
                 )
+        if signed.noise_multiplier is None:
+            return
+        # Theorem 1 of Kairouz et al. 2021: at least this, whatever the discrete noise adds.
+        least = 0.5 / signed.noise_multiplier**2 if signed.noise_multiplier > 0 else math.inf
+        for charge in self._charged:
             if charge.event.number("rho") < least * (1 - TOLERANCE):
                 raise Violation(
                     f"{where} was charged with rho {charge.event.number('rho'):.6g}, and the noise "

@@ -180,6 +180,16 @@ def _with_charge(entries, **changes):
         content["record"]["epsilon"] = 0.001
 
 
+def _charged_by_another(entries):
+    """Nothing of what devices were asked for is this run's, and all of it is above the budget."""
+    for content in _all(entries, "charge"):
+        if "charge" in content:
+            content["charge"]["run"] = "another"
+            content["charge"]["event"]["noise_multiplier"] /= 20
+    for content in _all(entries, "round"):
+        content["record"]["epsilon"] = 1e6
+
+
 def _commits(entries, round_, model, **more):
     """A commit has another model under all names."""
     content = _all(entries, "round")[round_ - 1]
@@ -337,6 +347,10 @@ FORGERIES = {
             entries, unit="example", adjacency="add-or-remove", event=SAMPLED
         ),
         "states epsilon 0.001, and its charges add up to",
+    ),
+    "gaussian: charges of another run": (
+        _charged_by_another,
+        "was charged by the run 'another', and its devices have signed a sum of this one",
     ),
     "noise: a round not charged": (
         lambda entries: (
