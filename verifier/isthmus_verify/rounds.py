@@ -478,7 +478,9 @@ class Rounds:
         Who has which weight is nobody's to see, and with noise the total is not exact.
         """
         training = record.table("training") if record.has("training") else None
-        if training is None or not training.has("federated") or self._job.privacy is not None:
+        # The figures of a plain round may have any names: those of a Flower app are its own.
+        known = self._job.secure and self._job.privacy is None
+        if training is None or not training.has("federated") or not known:
             return
         figures = training.table("federated")
         unusable = figures.number("unusable") if figures.has("unusable") else 0.0

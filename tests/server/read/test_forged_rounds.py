@@ -32,6 +32,7 @@ SAMPLED = {
 }
 KINDS = {
     "secure": (),
+    "plain": ("federated.secure_aggregation=false",),
     "noise": NOISE,
     "gaussian": ("privacy.epsilon=50", "privacy.delta=0.01", "privacy.mechanism=gaussian"),
     "best": BEST,
@@ -447,6 +448,14 @@ async def test_what_is_said_of_the_final_model(recorded):
     best = " ".join(check(io.BytesIO(closed(await recorded("best")))).holds)
     assert "The final model is the best of those that were evaluated" in best
     assert "last committed one" not in best
+
+
+async def test_figures_of_a_plain_round_have_any_names(recorded):
+    """Those of a Flower app are what its clients call them, such as a mean of `examples`."""
+    entries = await recorded("plain")
+    for content in _all(entries, "round"):
+        content["record"]["training"]["federated"].update(examples=0.5, unusable="nan")
+    check(io.BytesIO(closed(entries)))
 
 
 async def test_a_served_average_is_the_servers_word(recorded):
