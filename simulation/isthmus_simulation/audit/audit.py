@@ -52,8 +52,11 @@ class AuditReport:
     runs: int
     """Simulated ones."""
     undercharged: tuple[float, float] | None = None
-    """The epsilon that a run's ledger had at its end, and that of the rounds that were released, if
-    it was less."""
+    """The epsilon that a ledger had of somebody at a run's end, and that of the rounds that were
+    released, if it was less."""
+    repeated: tuple[int, int] | None = None
+    """How often somebody took part in a run, and how often at most by what is claimed, if that is
+    less."""
 
     @property
     def is_over_budget(self) -> bool:
@@ -63,7 +66,8 @@ class AuditReport:
     @property
     def is_alarm(self) -> bool:
         """Whether the job reveals more than it claims, or claims more than it may."""
-        return self.measurement.is_alarm or self.is_over_budget or self.undercharged is not None
+        beyond = self.is_over_budget or self.repeated is not None or self.undercharged is not None
+        return self.measurement.is_alarm or beyond
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -88,6 +92,7 @@ class AuditReport:
             "runs": self.runs,
             "over_budget": self.is_over_budget,
             "undercharged": self.undercharged is not None,
+            "repeated": self.repeated is not None,
             "alarm": self.is_alarm,
         }
 
@@ -136,6 +141,12 @@ class AuditReport:
             )
         if self.is_over_budget:
             return f"ALARM: what is claimed is more than the budget of {self.budget:g}"
+        if self.repeated is not None:
+            times, claimed = self.repeated
+            return (
+                f"ALARM: one {self.unit} took part {times} times, and what is claimed is about "
+                f"{claimed}"
+            )
         if self.undercharged is not None:
             charged, due = self.undercharged
             return f"ALARM: a ledger has an epsilon of {charged:.3f} for rounds that cost {due:.3f}"
@@ -146,6 +157,11 @@ def _missing(undercharged: tuple[float, float]) -> float:
     """By how much what was charged is too small."""
     charged, due = undercharged
     return due - charged
+
+
+def _beyond(most: int, claimed: int) -> tuple[int, int] | None:
+    """Both, if somebody took part more often than is claimed."""
+    return (most, claimed) if most > claimed else None
 
 
 def finite(number: float) -> float | None:
@@ -235,15 +251,15 @@ class Audit:
             )
         self._check_enough(claim, most)
         undercharged: list[tuple[float, float]] = []
+        repeated: list[int] = []
 
         def one(wanted: int, seed: int, folder: Path) -> Guesses:
             count = min(wanted, most)
             audited = audit_devices(job, self.base, folder, elements, count, seed)
             self._run(audited)
-            charged = audited.spent()
-            due = plan.epsilon(min(audited.canaries.most_asked, times))
-            if charged * ROUNDED < due:
-                undercharged.append((charged, due))
+            if (found := audited.undercharged(plan)) is not None:
+                undercharged.append(found)
+            repeated.extend(audited.canaries.rounds_of_each.values())
             return audited.canaries.guesses(plan, times)
 
         guesses, runs = self._until_enough(one)
@@ -261,6 +277,7 @@ class Audit:
             found,
             runs,
             max(undercharged, key=_missing, default=None),
+            _beyond(max(repeated, default=0), times),
         )
 
     def _examples(self, task: Task, trained: Mapping[str, int]) -> AuditReport:
@@ -275,6 +292,7 @@ class Audit:
         most = most_of_devices(job, examples, sum(trained.values()))
         self._check_enough(claim, most)
         undercharged: list[tuple[float, float]] = []
+        repeated: list[int] = []
 
         def one(wanted: int, seed: int, folder: Path) -> Guesses:
             shard = index, devices
@@ -283,6 +301,7 @@ class Audit:
             found = audited.undercharged(times, privacy.delta)
             if found is not None:
                 undercharged.append(found)
+            repeated.append(audited.canaries.most_times)
             return audited.canaries.guesses(times)
 
         guesses, runs = self._until_enough(one)
@@ -301,6 +320,7 @@ class Audit:
             found,
             runs,
             max(undercharged, key=_missing, default=None),
+            _beyond(max(repeated, default=0), times),
         )
 
     def _until_enough(self, one: Callable[[int, int, Path], Guesses]) -> tuple[Guesses, int]:
