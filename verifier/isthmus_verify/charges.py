@@ -83,6 +83,8 @@ class Charges:
         """By device, as far as `epsilon_at` has added up."""
         self._added = 0
         """The last line that `epsilon_at` has added."""
+        self._most = 0.0
+        """Epsilon of the device that was asked most, by then."""
         self._last_head = 0
         self.count = 0
         self._own = False
@@ -215,14 +217,20 @@ class Charges:
             line: of the ledger; no smaller than in the call before.
             privacy: the table of the job.
         """
+        changed = {""}
         for number in range(self._added + 1, line + 1):
             charge = self._charges.get(number)
             if charge is None or not self._counts(charge, privacy):
                 continue
             for name in charge.devices or {""}:
                 self._spent.setdefault(name, _Spent()).add(charge.event)
+            changed |= charge.devices or self._spent.keys()
         self._added = max(line, self._added)
-        return max(_epsilons(self._spent, privacy.number("delta")).values(), default=0.0)
+        # What a device has spent only grows; most devices of a fleet are in few rounds.
+        spent = {name: self._spent[name] for name in changed & self._spent.keys()}
+        found = _epsilons(spent, privacy.number("delta"))
+        self._most = max(self._most, *found.values())
+        return self._most
 
     def _counts(self, charge: Charge, privacy: Fields) -> bool:
         population = privacy.text("population")

@@ -1,6 +1,7 @@
 """Transcripts of honest runs in which a round is forged, and all hashes are written anew."""
 
 import copy
+import hashlib
 import io
 import json
 import re
@@ -13,7 +14,10 @@ from tests.server.rounds.policies import FOLLOWS_PLANS, TRANSFER, write_policy
 from isthmus_server.read.transcript import Transcript
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_verify.chain import canonical
+from isthmus_verify.charges import Charges
 from isthmus_verify.check import check
+from isthmus_verify.fields import Fields
 from isthmus_verify.violation import Violation
 
 OTHER = "e0" * 32
@@ -486,6 +490,27 @@ async def test_a_budget_that_is_none_is_refused_at_once(recorded):
     entries[0][1]["opened"] = [json.dumps(text) for text in texts]
     with pytest.raises(Violation, match=r"'privacy' of .* has a budget that is none"):
         check(io.BytesIO(closed(entries)))
+
+
+def test_what_a_large_fleet_has_spent_is_not_added_up_anew_for_each_round():
+    charges = Charges("run")
+    before = "0" * 64
+    event = {"kind": "gaussian", "noise_multiplier": 1000.0}
+    told = {"adjacency": "zero-out", "attempt": 1, "event": event, "mechanism": "gaussian"}
+    told |= {"population": "devices", "run": "run", "unit": "device"}
+    names = [f"{number:x}" for number in range(100_000)]
+    for number in range(1, 2001):
+        asked = names if number == 1 else names[number : number + 2]
+        charge = {**told, "devices": asked, "round": number, "what": "round"}
+        line = canonical({"charge": charge, "number": number, "previous": before})
+        before = hashlib.sha256(line).hexdigest()
+        charges.add(Fields({"line": line.decode()}, "an entry"))
+    terms = Fields({"population": "devices", "delta": 1e-5}, "the job")
+    began = time.process_time()
+    spent = [charges.epsilon_at(number, terms) for number in range(1, 2001)]
+    assert time.process_time() - began < 10
+    assert spent == sorted(spent)
+    assert spent[0] < spent[1] < spent[2] == spent[-1]
 
 
 async def test_a_deep_job_is_compared_in_one_walk(recorded):
