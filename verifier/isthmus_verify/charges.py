@@ -103,7 +103,9 @@ class Charges:
         content.only("line")
         text = content.text("line")
         where = f"the line of {content.where}"
-        line = text.encode("utf-8", "replace")
+        if not text.isascii():
+            raise Violation(f"{where} is not a JSON object in its canonical form")
+        line = text.encode()
         table = parsed(line, where)
         fields = Fields(table, where)
         number = len(self._lines)

@@ -492,12 +492,31 @@ async def test_a_budget_that_is_none_is_refused_at_once(recorded):
         check(io.BytesIO(closed(entries)))
 
 
+OF_DEVICES = {
+    "adjacency": "zero-out",
+    "attempt": 1,
+    "mechanism": "gaussian",
+    "population": "devices",
+    "run": "run",
+    "unit": "device",
+}
+
+
+def test_a_line_of_the_ledger_has_one_form():
+    charge = {"event": {"kind": "gaussian", "noise_multiplier": 1.0}, "round": 1, "what": "round"}
+    charge = {**OF_DEVICES, **charge, "devices": ["a?"]}
+    line = canonical({"charge": charge, "number": 1, "previous": "0" * 64}).decode()
+    Charges("run").add(Fields({"line": line}, "an entry"))
+    for other in "\ud800", "\u00e9":
+        with pytest.raises(Violation, match="is not a JSON object in its canonical form"):
+            Charges("run").add(Fields({"line": line.replace("?", other)}, "an entry"))
+
+
 def test_what_a_large_fleet_has_spent_is_not_added_up_anew_for_each_round():
     charges = Charges("run")
     before = "0" * 64
     event = {"kind": "gaussian", "noise_multiplier": 1000.0}
-    told = {"adjacency": "zero-out", "attempt": 1, "event": event, "mechanism": "gaussian"}
-    told |= {"population": "devices", "run": "run", "unit": "device"}
+    told = {**OF_DEVICES, "event": event}
     names = [f"{number:x}" for number in range(100_000)]
     for number in range(1, 2001):
         asked = names if number == 1 else names[number : number + 2]
