@@ -189,6 +189,14 @@ def test_the_claim_of_a_job_with_its_own_noise_ends_with_its_budget(audit):
     assert not report.is_alarm
 
 
+def test_examples_of_attempts_that_fail_count_for_what_is_claimed(audit):
+    """A job may leave room for them; what their steps reveal was charged."""
+    failing = ("federated.quorum=4", "simulation.dropout=0.3", "attempts=30")
+    report = audit(*EXAMPLES, "federated.privacy.participations=16", *failing, canaries=720)
+    assert "for 16 x 10 steps" in report.mechanism
+    assert not report.is_alarm
+
+
 def test_a_bound_that_holds_whatever_is_wrong_is_at_most_that_of_any_mechanism():
     """More guesses are right than without any noise: the sampling is wrong, who knows how."""
     sampled = Claim(SampledGaussian(1.0, 0.1, 3), times=1, delta=1e-5)

@@ -287,7 +287,7 @@ class Audit:
         devices = job.simulation.population(job.federated)
         index, examples = largest_device(task, devices)
         plan = DeviceExamplesPlan.of(job.federated, job.rounds, examples)
-        times = _participations_of_a_device(plan, job.rounds)
+        times = _participations_of_a_device(plan)
         claim = Claim(plan.event, times, privacy.delta)
         most = most_of_devices(job, examples, sum(trained.values()))
         self._check_enough(claim, most)
@@ -407,12 +407,15 @@ def _rounds_of_a_device(plan: NoisePlan, rounds: int) -> int:
     return _most(most, fits)
 
 
-def _participations_of_a_device(plan: DeviceExamplesPlan, rounds: int) -> int:
-    """The most participations of one device that its budget allows."""
-    most = min(rounds, plan.participations)
+def _participations_of_a_device(plan: DeviceExamplesPlan) -> int:
+    """The most participations of one device that its budget allows.
+
+    More than rounds, if the job leaves room for attempts that fail: a device has trained in those,
+    too, and has charged it.
+    """
     if plan.privacy.noise is None:
-        return most
-    return _most(most, lambda times: plan.epsilon(times) <= plan.privacy.epsilon)
+        return plan.participations
+    return _most(plan.participations, lambda times: plan.epsilon(times) <= plan.privacy.epsilon)
 
 
 def _most(most: int, fits: Callable[[int], bool]) -> int:
