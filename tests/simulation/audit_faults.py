@@ -147,6 +147,16 @@ def repeated_devices():
     return patch.object(PrivacyBudget, "allows", lambda budget, device: True)
 
 
+def charged_to_one():
+    """A ledger that charges each round to the first device of all that were asked."""
+    charge_of = PrivacyBudget._charge_of
+
+    def of_first(budget, what, event, number, attempt, devices):
+        return charge_of(budget, what, event, number, attempt, devices[:1])
+
+    return patch.object(PrivacyBudget, "_charge_of", of_first)
+
+
 def unlimited_devices():
     """Devices that train on after the budget of their examples is spent."""
     return patch.object(ExamplesAccount, "_check", lambda account, plan, run, charges: None)

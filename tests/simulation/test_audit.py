@@ -131,6 +131,31 @@ def test_a_ledger_that_charges_too_little_is_an_alarm(audit):
     assert "a ledger has an epsilon of" in dict(report.lines())["verdict"]
 
 
+def test_a_ledger_that_charges_one_device_for_all_is_an_alarm(audit):
+    with faults.charged_to_one():
+        report = audit(*GAUSSIAN, canaries=100)
+    assert report.undercharged is not None
+    assert "a ledger has an epsilon of 0.000" in dict(report.lines())["verdict"]
+
+
+def test_a_few_more_rounds_than_the_noise_was_made_for_are_an_alarm(audit):
+    """Six in place of four hardly change how many guesses are right."""
+    with faults.repeated_devices():
+        report = audit(*GAUSSIAN, "rounds=6", "privacy.participations=4", canaries=100)
+    assert report.repeated == (6, 4)
+    assert report.is_alarm
+    assert "one device took part 6 times" in dict(report.lines())["verdict"]
+
+
+def test_examples_that_take_part_after_their_budget_is_spent_are_an_alarm(audit):
+    """Also where too few guesses are made to find it by these, which is a matter of chance."""
+    with faults.unlimited_devices():
+        report = audit(*EXAMPLES, "rounds=4", "federated.privacy.noise=0.85", canaries=100)
+    times, claimed = report.repeated
+    assert times == 4 > claimed
+    assert report.is_alarm
+
+
 def test_a_device_that_does_not_charge_what_it_trains_is_an_alarm(audit, monkeypatch):
     monkeypatch.setattr(ExamplesAccount, "charge", lambda *_: None)
     report = audit(*EXAMPLES, canaries=100)
@@ -161,6 +186,14 @@ def test_the_claim_of_a_job_with_its_own_noise_ends_with_its_budget(audit):
     report = audit(*GAUSSIAN, *own, canaries=100)
     assert report.measurement.claimed <= 4.4
     assert "for 4 rounds of a device" in report.mechanism
+    assert not report.is_alarm
+
+
+def test_examples_of_attempts_that_fail_count_for_what_is_claimed(audit):
+    """A job may leave room for them; what their steps reveal was charged."""
+    failing = ("federated.quorum=4", "simulation.dropout=0.3", "attempts=30")
+    report = audit(*EXAMPLES, "federated.privacy.participations=16", *failing, canaries=720)
+    assert "for 16 x 10 steps" in report.mechanism
     assert not report.is_alarm
 
 

@@ -37,6 +37,16 @@ _EXAMPLES_EVENT = "sampled-gaussian"
 _KINDS_OF_CHARGES = ("round", "evaluation", "comparison", "training")
 
 
+def check_terms(privacy: Fields) -> None:
+    """Check the budget of a job, before something is computed by it that has no end for others.
+
+    Raises:
+        Violation: it is none.
+    """
+    if not (privacy.number("epsilon") > 0 and 0 < privacy.number("delta") < 1):
+        raise Violation(f"{privacy.where} has a budget that is none")
+
+
 @dataclasses.dataclass
 class Charge:
     """One line that reserves."""
@@ -73,6 +83,8 @@ class Charges:
         """By device, as far as `_add_up` has added."""
         self._added = 0
         """The last line that `_add_up` has added."""
+        self._most = 0.0
+        """Epsilon of the device that was asked most, by then."""
         self._last_head = 0
         self.count = 0
         self._own = False
@@ -91,7 +103,9 @@ class Charges:
         content.only("line")
         text = content.text("line")
         where = f"the line of {content.where}"
-        line = text.encode("utf-8", "replace")
+        if not text.isascii():
+            raise Violation(f"{where} is not a JSON object in its canonical form")
+        line = text.encode()
         table = parsed(line, where)
         fields = Fields(table, where)
         number = len(self._lines)
@@ -205,18 +219,25 @@ class Charges:
             line: of the ledger; no smaller than in the call before.
             privacy: the table of the job.
         """
-        self._add_up(line, privacy)
-        return max(_epsilons(self._spent, privacy.number("delta")).values(), default=0.0)
+        changed = self._add_up(line, privacy)
+        # What a device has spent only grows; most devices of a fleet are in few rounds.
+        spent = {name: self._spent[name] for name in {"", *changed} & self._spent.keys()}
+        found = _epsilons(spent, privacy.number("delta"))
+        self._most = max(self._most, *found.values())
+        return self._most
 
-    def _add_up(self, line: int, privacy: Fields) -> None:
-        """Add what devices had spent by a line."""
+    def _add_up(self, line: int, privacy: Fields) -> set[str]:
+        """Add what devices had spent by a line; returns the names that have spent more."""
+        changed: set[str] = set()
         for number in range(self._added + 1, line + 1):
             charge = self._charges.get(number)
             if charge is None or not self._counts(charge, privacy):
                 continue
             for name in charge.devices or {""}:
                 self._spent.setdefault(name, _Spent()).add(charge.event)
+            changed |= charge.devices or self._spent.keys()
         self._added = max(line, self._added)
+        return changed
 
     def _counts(self, charge: Charge, privacy: Fields) -> bool:
         population = privacy.text("population")
@@ -230,8 +251,6 @@ class Charges:
         """
         budget = privacy.number("epsilon")
         delta = privacy.number("delta")
-        if not (budget > 0 and 0 < delta < 1):
-            raise Violation(f"{privacy.where} has a budget that is none")
         if privacy.has("participations"):
             most = privacy.count("participations")
             rounds = Counter[str]()

@@ -46,6 +46,8 @@ _REQUIRED_TABLES = {
     (name,) for name in ("federated", "datacenter", "prices", "exchange", "strategy", "evaluation")
 }
 """Tables that each job has, also one that devices have opened without."""
+_FOUND_BY_SERVER = ["datacenter", "privacy", "noise"]
+"""The value that the job of a run has and devices need not have opened."""
 _PHASES = {"run": 0, "charge": 1, "sum": 2, "plan": 3, "round": 3, "failed": 3, "end": 4}
 """Kinds of entries, and in which part of a transcript they are."""
 
@@ -173,21 +175,7 @@ class _Pass:
             opened = None
         fields = Fields(opened, "the job that devices have opened")
         self._check_defaults(fields.values)
-        for key, value in _leaves(fields.values):
-            # Found by the server from the budget of the job, for all ranks.
-            if key == ("datacenter", "privacy", "noise"):
-                continue
-            found: object = self._job.values
-            for part in key:
-                found = _part(found, part)
-            if value == {} and isinstance(found, dict):
-                continue  # a table that is there, with all of its defaults
-            if canonical(found) != canonical(value):
-                place = ".".join("length" if part == -1 else str(part) for part in key)
-                raise Violation(
-                    f"{shown(place)} is {shown(value)} in the job that devices have opened, and "
-                    f"{shown(found)} in that of the run"
-                )
+        _check_same(fields.values, self._job.values, [])
 
     def _check_defaults(self, opened: dict[str, Any]) -> None:
         """Check that what devices have not opened is what this program knows as its default.
@@ -286,7 +274,11 @@ class _Pass:
         if self._charges.count and self._job.has("privacy"):
             yield "Each attempt that asked devices was charged for just these."
         if self._job.has("privacy"):
-            yield "No device was asked for more than the epsilon of the job, computed here again."
+            by = " by this run" if self._charges.of_others else ""
+            yield (
+                f"No device was asked{by} for more than the epsilon of the job, computed here "
+                "again."
+            )
         if self._final and rounds.models.final_is_best:
             yield (
                 "The final model is the best of those that were evaluated, by what the records "
@@ -357,31 +349,49 @@ def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _leaves(
-    value: object, key: tuple[str | int, ...] = ()
-) -> Iterator[tuple[tuple[str | int, ...], object]]:
-    """The values of nested objects and lists, with their keys; lists have their length, too."""
-    if isinstance(value, dict) and value:
-        for name, part in value.items():
-            yield from _leaves(part, (*key, name))
-    elif isinstance(value, list) and value:
-        # Objects in a list, such as the parts of a schedule, are without their defaults, too.
-        yield (*key, -1), len(value)
-        for index, part in enumerate(value):
-            yield from _leaves(part, (*key, index))
-    else:
-        yield key, value
+def _check_same(opened: object, found: object, path: list[str]) -> None:
+    """Check that the job of the run has each value of the job that devices have opened.
 
+    In one walk through both: a path that is followed anew for each of the values of a deep job
+    takes minutes.
 
-def _part(value: object, key: str | int) -> object:
-    """What an object or a list has at a key; None if it has nothing there.
+    Args:
+        opened: a part of what devices have opened.
+        found: what the job of the run has in its place.
+        path: names of the part; as it was when this returns.
 
-    The key -1 of a list is for its length.
+    Raises:
+        Violation: it has another value.
     """
-    if isinstance(key, str):
-        return value.get(key) if isinstance(value, dict) else None
-    if not isinstance(value, list):
-        return None
-    if key == -1:
-        return len(value)
-    return value[key] if key < len(value) else None
+    # Found by the server from the budget of the job, for all ranks.
+    if path == _FOUND_BY_SERVER:
+        return
+    if isinstance(opened, dict) and (opened or isinstance(found, dict)):
+        for name, part in opened.items():
+            path.append(name)
+            _check_same(part, _part(found, name), path)
+            path.pop()
+    elif isinstance(opened, list) and opened:
+        # Objects in a list, such as the parts of a schedule, are without their defaults, too.
+        others = found if isinstance(found, list) else []
+        _check_value(len(opened), len(others), [*path, "length"])
+        for index, (part, other) in enumerate(zip(opened, others, strict=True)):
+            path.append(str(index))
+            _check_same(part, other, path)
+            path.pop()
+    else:
+        _check_value(opened, found, path)
+
+
+def _check_value(opened: object, found: object, path: list[str]) -> None:
+    same = type(opened) is type(found) and isinstance(opened, str | int) and opened == found
+    if not same and canonical(found) != canonical(opened):
+        raise Violation(
+            f"{shown('.'.join(path))} is {shown(opened)} in the job that devices have opened, and "
+            f"{shown(found)} in that of the run"
+        )
+
+
+def _part(value: object, name: str) -> object:
+    """What an object has under a name; None if it has nothing there."""
+    return value.get(name) if isinstance(value, dict) else None

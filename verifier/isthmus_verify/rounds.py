@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence, Set
 
-from isthmus_verify.charges import TOLERANCE, Charge, Charges
+from isthmus_verify.charges import TOLERANCE, Charge, Charges, check_terms
 from isthmus_verify.fields import Fields
 from isthmus_verify.messages import random_group
-from isthmus_verify.models import BestModel, Models, Start
+from isthmus_verify.models import CURRENT, BestModel, Models, Start
 from isthmus_verify.sums import SignedSum, SignedSums
 from isthmus_verify.violation import Violation, shown
 
@@ -80,7 +80,8 @@ _REGIMES_OF_POLICIES = {
     # A datacenter changes the model first, where no cohort of devices may be summed.
     "hybrid": ("hybrid", "datacenter"),
 }
-"""Regimes of the policies that leave no other one; of all others any."""
+"""Regimes of the policies that leave no other one; of all others any. Plans of these policies have
+nothing else that is checked: each starts from the last model, and keeps none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,8 @@ class JobFacts:
         federated = job.table("federated")
         strategy = job.table("strategy")
         privacy = job.table("privacy") if job.has("privacy") else None
+        if privacy is not None:
+            check_terms(privacy)
         return cls(
             secure=federated.flag("secure_aggregation"),
             buffered=federated.text("mode") == "buffered",
@@ -229,6 +232,14 @@ class Rounds:
                 f"{shown(self._job.policy)} never has"
             )
         keep = answer.table("keep")
+        measures = answer.flag("measure_gradients")
+        by_group = answer.flag("by_group")
+        usual = start.text("name") == CURRENT and not (keep.values or measures or by_group)
+        if self._job.policy in _REGIMES_OF_POLICIES and not usual:
+            raise Violation(
+                f"{where} has another start model than the last one, keeps models, or has groups "
+                f"or gradients, which the policy {shown(self._job.policy)} never asks for"
+            )
         self._planned.add((round_, attempt))
         self._plan = Plan(
             round=round_,
@@ -239,8 +250,8 @@ class Rounds:
             start=self.models.check_start(start, where),
             regime=regime,
             reason=answer.text("reason"),
-            measures=answer.flag("measure_gradients"),
-            by_group=answer.flag("by_group"),
+            measures=measures,
+            by_group=by_group,
             keep={name: keep.text(name) for name in keep.values},
         )
         self._starts.setdefault(round_, set()).add(self._plan.start)
@@ -467,7 +478,9 @@ class Rounds:
         Who has which weight is nobody's to see, and with noise the total is not exact.
         """
         training = record.table("training") if record.has("training") else None
-        if training is None or not training.has("federated") or self._job.privacy is not None:
+        # The figures of a plain round may have any names: those of a Flower app are its own.
+        known = self._job.secure and self._job.privacy is None
+        if training is None or not training.has("federated") or not known:
             return
         figures = training.table("federated")
         unusable = figures.number("unusable") if figures.has("unusable") else 0.0
@@ -572,16 +585,17 @@ class Rounds:
                 + ("with noise" if signed.noise_multiplier is not None else "without noise")
                 + ", and the job is another"
             )
-        if signed.noise_multiplier is None:
-            return
-        # Theorem 1 of Kairouz et al. 2021: at least this, whatever the discrete noise adds.
-        least = 0.5 / signed.noise_multiplier**2 if signed.noise_multiplier > 0 else math.inf
         for charge in self._charged:
             if charge.run != self._charges.run_id:
                 raise Violation(
                     f"{where} was charged by the run {shown(charge.run)}, and its devices have "
                     "signed a sum of this one"
                 )
+        if signed.noise_multiplier is None:
+            return
+        # Theorem 1 of Kairouz et al. 2021: at least this, whatever the discrete noise adds.
+        least = 0.5 / signed.noise_multiplier**2 if signed.noise_multiplier > 0 else math.inf
+        for charge in self._charged:
             if charge.event.number("rho") < least * (1 - TOLERANCE):
                 raise Violation(
                     f"{where} was charged with rho {charge.event.number('rho'):.6g}, and the noise "

@@ -152,6 +152,11 @@ class PrivacyBudget:
         """Epsilon of the device that was asked most, of all charges."""
         return self._ledgers.epsilon(self.privacy.delta)
 
+    def spent_by(self, device: str) -> float:
+        """Epsilon of all charges of one device."""
+        delta = self.privacy.delta
+        return max(spent.epsilon(delta) for spent in self._ledgers.spent_by(device))
+
     # -- charges -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from isthmus.errors import UserError
 
 if TYPE_CHECKING:
     from isthmus_server.runs.local.fork_server import ParticipantForkServer
+    from isthmus_server.storage.store import Store
 
 
 @click.command()
@@ -32,7 +33,8 @@ def prove(run_dir: Path, output: Path | None, replay: bool) -> None:
 
     It has the plans, receipts, charges and model digests of the run, and what devices have signed,
     in one chain of hashes, of which the head is the last one. `isthmus-verify` checks it on another
-    machine, without Isthmus. It names the participants. RUN is only read.
+    machine, without Isthmus. It names the participants. RUN is only read; if a signature in it is
+    not valid, no transcript is written.
 
     --replay carries out the recorded plans of a run of `isthmus run` in a temporary directory. It
     takes about as long as the run has taken, and ends at the first model that is another one.
@@ -48,10 +50,13 @@ def prove(run_dir: Path, output: Path | None, replay: bool) -> None:
 
 def _write(run_dir: Path, output: Path | None) -> None:
     from isthmus_server.read.transcript import Transcript
+    from isthmus_server.storage import signed_sums
     from isthmus_server.storage.checkpoints import replacing
     from isthmus_server.storage.store import Store
 
     with contextlib.closing(Store.open(run_dir, check=True)) as store:
+        if (store.directory / signed_sums.FILE).exists():
+            _check_signatures(store)
         path = output or _next_to(store.directory)
         transcript = Transcript(store)
         try:
@@ -63,6 +68,20 @@ def _write(run_dir: Path, output: Path | None) -> None:
             path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
     click.echo(f"transcript  {path}  ({transcript.entries} entries)\nhead        {transcript.head}")
+
+
+def _check_signatures(store: Store) -> None:
+    """Check what devices have signed: who gets the transcript can only refuse it.
+
+    Raises:
+        DamagedError, UserError: a signature does not hold, or the file cannot be read.
+    """
+    from isthmus_server.storage.signed_sums_check import check_signed_sums  # loads PyTorch
+
+    try:
+        check_signed_sums(store)
+    except OSError as error:
+        raise store.unusable(error) from error
 
 
 def _forked() -> contextlib.AbstractContextManager[ParticipantForkServer]:

@@ -35,15 +35,25 @@ from isthmus_simulation.audit.membership import MembershipReport, membership_run
 from isthmus_simulation.run import Simulation
 
 Unit = Literal["device", "example"]
-RunAudited = Callable[[int, int, Path], tuple[Guesses, Undercharge | None]]
-"""Runs a simulation and gives its guesses, and what was charged too little for in it; it gets the
-canaries that are wanted, a seed, and a folder."""
+RunAudited = Callable[[int, int, Path], "AuditedRun"]
+"""Runs a simulation; it gets the canaries that are wanted, a seed, and a folder."""
 
 MOST_CANARIES = 1_000_000
 """Most canaries of an audit."""
 _AT_ONCE = 1000
 """Canary devices of a run."""
 _MOST_RUNS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditedRun:
+    """What was found in simulated runs."""
+
+    guesses: Guesses
+    undercharged: Undercharge | None
+    """What a ledger or an account had of somebody at the end, if that is less than it cost."""
+    most_times: int
+    """How often the device took part in one run that did so most often."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +71,10 @@ class AuditReport:
     runs: int
     """Simulated ones."""
     undercharged: Undercharge | None
-    """What a ledger or an account had at the end of a run, if that is less than what it cost."""
+    """What a ledger or an account had of somebody at the end, if that is less than it cost."""
+    repeated: tuple[int, int] | None
+    """How often somebody took part in a run, and how often at most by what is claimed, if that is
+    less."""
 
     @property
     def is_over_budget(self) -> bool:
@@ -71,7 +84,8 @@ class AuditReport:
     @property
     def is_alarm(self) -> bool:
         """Whether the job reveals more than it claims, or claims more than it may."""
-        return self.measurement.is_alarm or self.is_over_budget or self.undercharged is not None
+        beyond = self.is_over_budget or self.repeated is not None or self.undercharged is not None
+        return self.measurement.is_alarm or beyond
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -96,6 +110,7 @@ class AuditReport:
             "runs": self.runs,
             "over_budget": self.is_over_budget,
             "undercharged": self.undercharged is not None,
+            "repeated": self.repeated is not None,
             "alarm": self.is_alarm,
         }
 
@@ -144,6 +159,12 @@ class AuditReport:
             )
         if self.is_over_budget:
             return f"ALARM: what is claimed is more than the budget of {self.budget:g}"
+        if self.repeated is not None:
+            times, claimed = self.repeated
+            return (
+                f"ALARM: one {self.unit} took part {times} times, and what is claimed is about "
+                f"{claimed}"
+            )
         if self.undercharged is not None:
             charged = self.undercharged.charged
             due = self.undercharged.due
@@ -238,19 +259,22 @@ class Audit:
             )
         self._check_enough(claim, most)
 
-        def one(wanted: int, seed: int, folder: Path) -> tuple[Guesses, Undercharge | None]:
+        def one(wanted: int, seed: int, folder: Path) -> AuditedRun:
             count = min(wanted, most)
             audited = audit_devices(job, self.base, folder, elements, count, seed)
             self._run(audited)
-            due = plan.epsilon(min(audited.canaries.most_asked, times))
-            undercharged = Undercharge.of(audited.spent(), due)
-            return audited.canaries.guesses(plan, times), undercharged
+            canaries = audited.canaries
+            return AuditedRun(
+                guesses=canaries.guesses(plan, times),
+                undercharged=audited.undercharged(plan),
+                most_times=max(canaries.rounds_of_each.values(), default=0),
+            )
 
         mechanism = (
             f"{privacy.mechanism}, multiplier {plan.multiplier:.4g}, for {times} "
             f"round{'' if times == 1 else 's'} of a device"
         )
-        return self._report_of(claim, privacy.epsilon, mechanism, one)
+        return self._report_of(claim, times, privacy.epsilon, mechanism, one)
 
     def _examples(self, task: Task, trained: Mapping[str, int]) -> AuditReport:
         job = self.job
@@ -259,32 +283,36 @@ class Audit:
         devices = job.simulation.population(job.federated)
         index, examples = largest_device(task, devices)
         plan = DeviceExamplesPlan.of(job.federated, job.rounds, examples)
-        times = _participations_of_a_device(plan, job.rounds)
+        times = _participations_of_a_device(plan)
         claim = Claim(plan.event, times, privacy.delta)
         most = most_of_devices(job, examples, sum(trained.values()))
         self._check_enough(claim, most)
 
-        def one(_wanted: int, seed: int, folder: Path) -> tuple[Guesses, Undercharge | None]:
+        def one(_wanted: int, seed: int, folder: Path) -> AuditedRun:
             shard = index, devices
             audited = audit_examples(job, self.base, folder, shard, examples, trained, seed)
             self._run(audited)
-            undercharged = audited.undercharged(times, privacy.delta)
-            return audited.canaries.guesses(times), undercharged
+            return AuditedRun(
+                guesses=audited.canaries.guesses(times),
+                undercharged=audited.undercharged(times, privacy.delta),
+                most_times=audited.canaries.most_times,
+            )
 
         mechanism = (
             f"DP-SGD on devices with {examples} examples, multiplier {plan.multiplier:.4g}, for "
             f"{times} x {plan.steps} steps that have an example with a probability of "
             f"{plan.probability:.4g}"
         )
-        return self._report_of(claim, privacy.epsilon, mechanism, one)
+        return self._report_of(claim, times, privacy.epsilon, mechanism, one)
 
     def _report_of(
-        self, claim: Claim, budget: float, mechanism: str, one: RunAudited
+        self, claim: Claim, times: int, budget: float, mechanism: str, one: RunAudited
     ) -> AuditReport:
         """Run until enough guesses were made, and report what they show.
 
         Args:
             claim: that is audited.
+            times: participations of which it is.
             budget: epsilon of the job's table.
             mechanism: in words.
             one: a run.
@@ -293,7 +321,8 @@ class Audit:
             UserError: too many runs would be needed.
         """
         assert self.unit is not None
-        guesses, runs, undercharged = self._until_enough(one)
+        found, runs = self._until_enough(one)
+        guesses = found.guesses
         return AuditReport(
             job=self.job.name,
             unit=self.unit,
@@ -304,13 +333,15 @@ class Audit:
                 guesses.right, guesses.made, self.confidence, guesses.shares
             ),
             runs=runs,
-            undercharged=undercharged,
+            undercharged=found.undercharged,
+            repeated=(found.most_times, times) if found.most_times > times else None,
         )
 
-    def _until_enough(self, one: RunAudited) -> tuple[Guesses, int, Undercharge | None]:
-        """All guesses, the number of runs in which they were made, and the worst undercharge."""
+    def _until_enough(self, one: RunAudited) -> tuple[AuditedRun, int]:
+        """All guesses and the worst of the rest, and the number of runs they are of."""
         total = Guesses(0, 0, {})
         undercharged: list[Undercharge | None] = []
+        most_times = 0
         runs = 0
         share = 1.0  # of the canaries that a run asks
         while total.made < self.canaries:
@@ -323,17 +354,19 @@ class Audit:
                 # Nobody who writes a task or a job can know the coins.
                 seed = secrets.randbits(48)
                 wanted = math.ceil((self.canaries - total.made) / share)
-                found, too_little = one(wanted, seed, Path(folder) / "run")
-            undercharged.append(too_little)
+                found = one(wanted, seed, Path(folder) / "run")
+            undercharged.append(found.undercharged)
+            most_times = max(most_times, found.most_times)
             runs += 1
-            if not found.made:
+            guesses = found.guesses
+            if not guesses.made:
                 raise UserError(
                     "no canary was asked in a simulated run, so nothing can be guessed; see what "
                     "`isthmus simulate` says of the job"
                 )
-            share = min(1.0, found.made / wanted)
-            total = total.plus(found)
-        return total, runs, Undercharge.worst(undercharged)
+            share = min(1.0, guesses.made / wanted)
+            total = total.plus(guesses)
+        return AuditedRun(total, Undercharge.worst(undercharged), most_times), runs
 
     def _check_enough(self, claim: Claim, most: int) -> None:
         """Refuse an audit that could not find anything, or not make its guesses.
@@ -386,12 +419,15 @@ def _rounds_of_a_device(plan: NoisePlan, rounds: int) -> int:
     return _most(most, fits)
 
 
-def _participations_of_a_device(plan: DeviceExamplesPlan, rounds: int) -> int:
-    """The most participations of one device that its budget allows."""
-    most = min(rounds, plan.participations)
+def _participations_of_a_device(plan: DeviceExamplesPlan) -> int:
+    """The most participations of one device that its budget allows.
+
+    More than rounds, if the job leaves room for attempts that fail: a device has trained in those,
+    too, and has charged it.
+    """
     if plan.privacy.noise is None:
-        return most
-    return _most(most, lambda times: plan.epsilon(times) <= plan.privacy.epsilon)
+        return plan.participations
+    return _most(plan.participations, lambda times: plan.epsilon(times) <= plan.privacy.epsilon)
 
 
 def _most(most: int, fits: Callable[[int], bool]) -> int:

@@ -175,9 +175,12 @@ class DeviceCanaries:
         self._asked.append(self._signs.double() * torch.tensor(asked, dtype=torch.float64))
 
     @property
-    def most_asked(self) -> int:
-        """Released rounds of the canary that was in most of them."""
-        return int(torch.stack(self._asked).abs().sum(0).max()) if self._asked else 0
+    def rounds_of_each(self) -> dict[str, int]:
+        """Released rounds of each canary, by its name."""
+        if not self._asked:
+            return {}
+        rounds = torch.stack(self._asked).abs().sum(0).tolist()
+        return {f"client-{self.own + number}": int(each) for number, each in enumerate(rounds)}
 
     def guesses(self, plan: NoisePlan, times: int) -> Guesses:
         """Guess the coin of each canary that was asked.
@@ -314,8 +317,20 @@ class DeviceAudit(Simulation):
     """A simulated run with canary devices, which have the numbers after all others."""
 
     canaries: DeviceCanaries
-    spent: Callable[[], float]
-    """Epsilon of the device that was asked most, by the ledger of the run, once it has begun."""
+    spent_by: Callable[[str], float]
+    """Epsilon of a device by its name, by the ledger of the run, once it has begun."""
+
+    def undercharged(self, plan: NoisePlan) -> Undercharge | None:
+        """The canary of which the ledger has least of what its rounds cost, if one has too little.
+
+        Args:
+            plan: the noise that is promised.
+        """
+        rounds = self.canaries.rounds_of_each
+        return Undercharge.worst(
+            Undercharge.of(self.spent_by(name), plan.epsilon(times))
+            for name, times in rounds.items()
+        )
 
     def _host(self, fleet: VirtualFleet, index: int) -> VirtualHost:
         participant = fleet.participant(index)
@@ -327,7 +342,7 @@ class DeviceAudit(Simulation):
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
         budget = parts.budgets.devices
         assert budget is not None
-        self.spent = lambda: budget.spent
+        self.spent_by = budget.spent_by
         own = self.canaries.own
         fleet.shard_of = lambda index: (index % own, own)
         self.canaries.clip = lambda: budget.clip

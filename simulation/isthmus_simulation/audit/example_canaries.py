@@ -78,6 +78,12 @@ class ExampleCanaries:
             found[name] = plan.epsilon(min(times, math.ceil(len(rows) / plan.steps)))
         return found
 
+    @property
+    def most_times(self) -> int:
+        """How often the device has trained that trained most often."""
+        times = (len(rows) / self._plans[name].steps for name, rows in self._seen.items())
+        return math.ceil(max(times, default=0.0))
+
     def guesses(self, times: int) -> Guesses:
         """Guess the coin of each canary of a device that has trained.
 

@@ -1,7 +1,9 @@
 """Transcripts of honest runs in which a round is forged, and all hashes are written anew."""
 
 import copy
+import hashlib
 import io
+import json
 import re
 import time
 
@@ -12,7 +14,10 @@ from tests.server.rounds.policies import FOLLOWS_PLANS, TRANSFER, write_policy
 from isthmus_server.read.transcript import Transcript
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_verify.chain import canonical
+from isthmus_verify.charges import Charges
 from isthmus_verify.check import check
+from isthmus_verify.fields import Fields
 from isthmus_verify.violation import Violation
 
 OTHER = "e0" * 32
@@ -31,7 +36,9 @@ SAMPLED = {
 }
 KINDS = {
     "secure": (),
+    "plain": ("federated.secure_aggregation=false",),
     "noise": NOISE,
+    "gaussian": ("privacy.epsilon=50", "privacy.delta=0.01", "privacy.mechanism=gaussian"),
     "best": BEST,
     "average": ("strategy.served_average=0.5",),
     "scheduled": ("strategy.policy=schedule", "strategy.schedule=[{regime='federated'}]"),
@@ -176,6 +183,16 @@ def _with_charge(entries, **changes):
     for content in _all(entries, "round"):
         content["ledger_head"] = str(int(content["ledger_head"]) + 2)
         content["record"]["epsilon"] = 0.001
+
+
+def _charged_by_another(entries):
+    """Nothing of what devices were asked for is this run's, and all of it is above the budget."""
+    for content in _all(entries, "charge"):
+        if "charge" in content:
+            content["charge"]["run"] = "another"
+            content["charge"]["event"]["noise_multiplier"] /= 20
+    for content in _all(entries, "round"):
+        content["record"]["epsilon"] = 1e6
 
 
 def _commits(entries, round_, model, **more):
@@ -336,6 +353,10 @@ FORGERIES = {
         ),
         "states epsilon 0.001, and its charges add up to",
     ),
+    "gaussian: charges of another run": (
+        _charged_by_another,
+        "was charged by the run 'another', and its devices have signed a sum of this one",
+    ),
     "noise: a round not charged": (
         lambda entries: (
             _uncharged(entries, 2),
@@ -347,15 +368,15 @@ FORGERIES = {
         _stranger,
         "'exchange.buffers' is 'recompute' in the job of the run",
     ),
-    "secure: a kept model that never was one": (
+    "scheduled: a kept model that never was one": (
         lambda entries: _from_kept(entries, planned=False),
         "as the model 'kept', and by its plan and the commits before it is none",
     ),
-    "secure: a kept model that was another one": (
+    "scheduled: a kept model that was another one": (
         lambda entries: _from_kept(entries, planned=True),
         f"as the model 'kept', and by its plan and the commits before it is {OTHER}",
     ),
-    "secure: a served model that is not the current one": (
+    "scheduled: a served model that is not the current one": (
         _from_served,
         f"as the model 'served', and by its plan and the commits before it is {OTHER}",
     ),
@@ -363,12 +384,17 @@ FORGERIES = {
         _averaged,
         "'strategy.served_average' is 0.5 in the job of the run",
     ),
-    "secure: the first model again": (_from("initial"), "have signed another first model"),
-    "secure: the mean of a model and itself": (
+    "secure: a mean of models, which has no digest": (
+        _from("current+initial"),
+        "another start model than the last one, keeps models, or has groups or gradients, which "
+        "the policy 'federated' never asks for",
+    ),
+    "scheduled: the first model again": (_from("initial"), "have signed another first model"),
+    "scheduled: the mean of a model and itself": (
         _from("current+served"),
         f"and the run has {OTHER} in its place",
     ),
-    "secure: an unknown model": (_from("another"), "has kept none of the name 'another'"),
+    "scheduled: an unknown model": (_from("another"), "has kept none of the name 'another'"),
     "secure: a model in no datacenter": (
         lambda entries: _in_datacenter(entries, with_one=False),
         "has its model only in a datacenter, and it was no round of one datacenter alone",
@@ -428,6 +454,14 @@ async def test_what_is_said_of_the_final_model(recorded):
     assert "last committed one" not in best
 
 
+async def test_figures_of_a_plain_round_have_any_names(recorded):
+    """Those of a Flower app are what its clients call them, such as a mean of `examples`."""
+    entries = await recorded("plain")
+    for content in _all(entries, "round"):
+        content["record"]["training"]["federated"].update(examples=0.5, unusable="nan")
+    check(io.BytesIO(closed(entries)))
+
+
 async def test_a_served_average_is_the_servers_word(recorded):
     """Nothing tells the digest of an average, of which this is the only case."""
     entries = await recorded("average")
@@ -444,6 +478,76 @@ async def test_a_job_with_a_key_twice_is_refused_at_once(recorded):
     with pytest.raises(Violation, match="has '7' twice"):
         check(io.BytesIO(closed(entries)))
     assert time.process_time() - began < 20
+
+
+async def test_a_budget_that_is_none_is_refused_at_once(recorded):
+    """Before anything is computed by it: no epsilon is large enough for a delta below 0."""
+    entries = await recorded("gaussian")
+    job = entries[0][1]["job"]
+    texts = [json.loads(text) for text in entries[0][1]["opened"]]
+    for table in (job, *texts):
+        table["privacy"]["delta"] = -0.01
+    entries[0][1]["opened"] = [json.dumps(text) for text in texts]
+    with pytest.raises(Violation, match=r"'privacy' of .* has a budget that is none"):
+        check(io.BytesIO(closed(entries)))
+
+
+OF_DEVICES = {
+    "adjacency": "zero-out",
+    "attempt": 1,
+    "mechanism": "gaussian",
+    "population": "devices",
+    "run": "run",
+    "unit": "device",
+}
+
+
+def test_a_line_of_the_ledger_has_one_form():
+    charge = {"event": {"kind": "gaussian", "noise_multiplier": 1.0}, "round": 1, "what": "round"}
+    charge = {**OF_DEVICES, **charge, "devices": ["a?"]}
+    line = canonical({"charge": charge, "number": 1, "previous": "0" * 64}).decode()
+    Charges("run").add(Fields({"line": line}, "an entry"))
+    for other in "\ud800", "\u00e9":
+        with pytest.raises(Violation, match="is not a JSON object in its canonical form"):
+            Charges("run").add(Fields({"line": line.replace("?", other)}, "an entry"))
+
+
+def test_what_a_large_fleet_has_spent_is_not_added_up_anew_for_each_round():
+    charges = Charges("run")
+    before = "0" * 64
+    event = {"kind": "gaussian", "noise_multiplier": 1000.0}
+    told = {**OF_DEVICES, "event": event}
+    names = [f"{number:x}" for number in range(100_000)]
+    for number in range(1, 2001):
+        asked = names if number == 1 else names[number : number + 2]
+        charge = {**told, "devices": asked, "round": number, "what": "round"}
+        line = canonical({"charge": charge, "number": number, "previous": before})
+        before = hashlib.sha256(line).hexdigest()
+        charges.add(Fields({"line": line.decode()}, "an entry"))
+    terms = Fields({"population": "devices", "delta": 1e-5}, "the job")
+    began = time.process_time()
+    spent = [charges.epsilon_at(number, terms) for number in range(1, 2001)]
+    assert time.process_time() - began < 10
+    assert spent == sorted(spent)
+    assert spent[0] < spent[1] < spent[2] == spent[-1]
+
+
+async def test_a_deep_job_is_compared_in_one_walk(recorded):
+    entries = await recorded("secure")
+    deep = [0] * 300_000
+    for _ in range(400):
+        deep = {"a": deep}
+    job = entries[0][1]["job"]
+    job["task"]["settings"] = deep
+    (text,) = entries[0][1]["opened"]
+    opened_job = json.loads(text)
+    opened_job["task"]["settings"] = deep
+    entries[0][1]["opened"] = [json.dumps(opened_job)]
+    began = time.process_time()
+    # What the devices have signed is another job, which is found afterwards.
+    with pytest.raises(Violation, match="had opened another job than this one"):
+        check(io.BytesIO(closed(entries)))
+    assert time.process_time() - began < 5
 
 
 STARTS = {

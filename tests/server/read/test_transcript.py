@@ -368,6 +368,29 @@ async def test_the_commands_write_and_check_a_transcript(deployment, tmp_path, c
     assert "none: No such file or directory" in capsys.readouterr().err
 
 
+async def test_a_run_with_a_signature_that_does_not_hold_has_no_transcript(deployment, tmp_path):
+    deployment.honest = False
+    await deployment.start()
+    store = deployment.create_run("run", "rounds=1")
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    path = store.directory / "signed-sums.jsonl"
+    job, line = path.read_text().splitlines()
+    signed = json.loads(line)
+    data = bytearray(base64.b64decode(signed["signatures"]))
+    data[-1] ^= 1
+    signed["signatures"] = base64.b64encode(data).decode()
+    path.write_text(f"{job}\n{json.dumps(signed)}\n")
+    result = CliRunner().invoke(prove, [str(store.directory)])
+    assert isinstance(result.exception, DamagedError)
+    assert "of its survivors is not valid" in str(result.exception)
+    assert not (tmp_path / "run.transcript.jsonl").exists()
+    store.reopen()  # under way: it may sign a sum after its log was read
+    path.write_text(f"{job}\n{line}\n")
+    store.log.connection.execute("DELETE FROM attempts")
+    store.log.write_head()
+    assert CliRunner().invoke(prove, [str(store.directory)]).exit_code == 0
+
+
 def test_an_authority_is_read_from_its_certificate(tmp_path):
     initialise(tmp_path / "state", ["localhost"])
     certificate = tmp_path / "state/authority.pem"
