@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,11 +36,12 @@ _LACKING = frozenset(
     }
 )
 """Numbers of errors of a system that has no memory, processes, open files or disk space left."""
-_NO_MEMORY = (
-    *("allocate memory", "out of memory", "not enough memory", "_ALLOC_FAILED"),
+_SAID = (
+    *("allocate memory", "out of memory", "not enough memory", "_ALLOC_FAILED", "std::bad_alloc"),
     "can't start new thread",
+    *sorted(map(os.strerror, _LACKING)),
 )
-"""What PyTorch and Python say then, in a plain `RuntimeError`."""
+"""What PyTorch and Python say then, in a `RuntimeError` or an error without a number."""
 _BROKEN = ("CUDA error:", "HIP error:")
 """How errors of an accelerator begin after which all others of the process fail, too."""
 
@@ -83,12 +85,10 @@ def may_be_of_server(error: BaseException) -> bool:
     """
     if isinstance(error, OSError):  # those of the task's code are the cause of a TaskError
         return True
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, (TaskInterrupted, MemoryError)) or _says_what_lacks(each):
-            return True
-        each = each.__cause__
-    return False
+    return any(
+        isinstance(each, (TaskInterrupted, MemoryError)) or _says_what_lacks(each)
+        for each in _behind(error)
+    )
 
 
 def has_broken_accelerator(error: BaseException) -> bool:
@@ -97,18 +97,34 @@ def has_broken_accelerator(error: BaseException) -> bool:
     >>> has_broken_accelerator(RuntimeError("CUDA error: device-side assert triggered"))
     True
     """
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, RuntimeError) and str(each).startswith(_BROKEN):
-            return True
-        each = each.__cause__
-    return False
+    return any(
+        isinstance(each, RuntimeError) and str(each).startswith(_BROKEN) for each in _behind(error)
+    )
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those for which it was raised.
+
+    Also those that it hides (`from None`, or in the `except` of a task): they decide what has
+    failed, and not in which words somebody says so.
+    """
+    left = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        left += [other for other in (each.__cause__, each.__context__) if other is not None]
 
 
 def _says_what_lacks(error: BaseException) -> bool:
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _LACKING
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
+    # Those of a library, or of another process of the task, may have no number.
+    is_of_system = isinstance(error, (OSError, RuntimeError))
+    return is_of_system and any(said in str(error) for said in _SAID)
 
 
 @contextmanager
