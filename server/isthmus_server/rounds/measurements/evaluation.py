@@ -259,7 +259,7 @@ class RoundEvaluator:
                     for total, devices in sums.groups.values():
                         self._check(vector, total, devices)
                 except ValueError as error:
-                    reason = f"the sum of the evaluation is one that devices cannot have: {error}"
+                    reason = f"a sum of the devices' counts is one that they cannot have: {error}"
                     raise AttemptFailed(reason, sums.receipts) from None
                 return sums
 
@@ -292,7 +292,7 @@ class RoundEvaluator:
         Raises:
             ValueError: it is one.
         """
-        if self._context.privacy is None and isinstance(vector, EvaluationVector):
+        if self._context.privacy is None:
             vector.check(total, devices)
 
     def _question(

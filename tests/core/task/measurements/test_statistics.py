@@ -45,6 +45,37 @@ def test_a_column_equals_that_of_the_pooled_data():
     assert sum(histogram["counts"]) == len(values)
 
 
+def test_counts_of_data_are_never_refused():
+    kinds = [(Column(0, 90, bins=90), shards()), (Category((20.1, 30.5)), shards())]
+    kinds.append((Column(-1e-3, 1e9, bins=1), [[], [1e9] * 999, [-5.0, np.nan, np.inf]]))
+    for column, parts in kinds:
+        total = torch.zeros(column.size, dtype=torch.int64)
+        for part in parts:
+            counts = column.count(torch.tensor(part))
+            column.check(counts, 1)
+            total += counts
+        column.check(total, len(parts))
+
+
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    [
+        ([-4, 0, 0, 0, 0, -4, 0], "a count is below 0"),
+        ([4, 0, 5, 0, 0, 4, 0], "the bins have other values than the column"),
+        ([4, 0, 0, 0, 0, 4, 1], "the bins have other values than the column"),
+        ([4, 0, 0, 5 * 2**28, 0, 4, 0], "the mean is not from 0 to 90"),
+        ([4, 0, 0, -5 * 2**28, 0, 4, 0], "the mean is not from 0 to 90"),
+        ([4, 0, 0, 0, 5 * 2**28, 4, 0], "the mean is not from 0 to 90"),
+        ([4, 0, 0, 0, -1, 4, 0], "a count is below 0"),
+    ],
+)
+def test_counts_that_no_data_have_are_refused(counts, why):
+    with pytest.raises(ValueError, match=why):
+        Column(0, 90, bins=2).check(torch.tensor(counts), 3)
+    with pytest.raises(ValueError, match="a count is below 0"):
+        Category(("a",)).check(torch.tensor([3, -1]), 3)
+
+
 def test_whole_numbers_in_the_middles_of_bins_have_exact_quantiles():
     column, values = Column(-0.5, 9.5, bins=10), torch.arange(10).repeat(20)
     figures = column.describe(column.count(values), minimum=5)
