@@ -217,6 +217,7 @@ class ComparisonRunner:
             try:
                 paired_scores.check(answers.total.tolist())
             except ValueError as error:
+                self._questions.note_refused(asked.run_id, number, attempt)
                 reason = f"the sum of the scores is one that devices cannot have: {error}"
                 raise AttemptFailed(reason, answers.receipts) from None
         return answers

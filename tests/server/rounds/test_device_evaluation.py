@@ -1,6 +1,7 @@
 """Devices evaluate the model on their own data: equal to pooled data, and the server sees sums."""
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -332,6 +333,37 @@ async def test_counts_that_no_data_have_are_in_no_metric(deployment, monkeypatch
     assert 0 <= row.metrics["devices_accuracy"] <= 1
     assert row.metrics["devices_loss"] > 0
     assert row.evaluation.devices == (4 if secure else 3)  # of a second sum, or without the liar
+
+
+@pytest.mark.parametrize("lie", [1 << 40, 1 << 62])
+async def test_one_liar_does_not_keep_others_from_evaluating(deployment, network, lie):
+    """It stays, and the devices that are asked with it would give the same sum again."""
+    await deployment.start(WITHOUT_CENTRAL, ())
+    liars = []
+
+    def lying(name, join, attempt, *arguments):
+        if attempt.config.whole and name in (liars or [name]):
+            liars.append(name)
+            attempt.advertise_keys = functools.partial(changed, attempt, attempt.advertise_keys)
+        return join(attempt, *arguments)
+
+    def changed(attempt, advertise_keys, *arguments, **options):
+        keys = advertise_keys(*arguments, **options)
+        attempt._encoded.vector[0] += lie
+        return keys
+
+    for name in "abcdefgh":
+        device = deployment.device(name)
+        secure = device.agent._secure
+        secure.join = functools.partial(lying, name, secure.join)
+        network.dial(device, name)
+    await wait_until(lambda: set("abcdefgh") <= deployment.link.peers.keys())
+    encoded = ("federated.clip=4", "federated.max_examples=1000")  # no other sum has whole numbers
+    store, _, _ = await run(deployment, "run", "federated.clients=0", *encoded, "attempts=2")
+    (row,) = read_report(store).rounds
+    assert len(liars) == 1  # it was asked once
+    assert row.evaluation.devices == 4
+    assert row.metrics["devices_loss"] > 0
 
 
 async def test_a_round_is_kept_when_its_evaluation_fails(deployment):

@@ -259,6 +259,8 @@ class RoundEvaluator:
                     for total, devices in sums.groups.values():
                         self._check(vector, total, devices)
                 except ValueError as error:
+                    run_id = evaluations_run_id(self._context.run_id)
+                    self._questions.note_refused(run_id, round_, trying)
                     reason = f"a sum of the devices' counts is one that they cannot have: {error}"
                     raise AttemptFailed(reason, sums.receipts) from None
                 return sums
