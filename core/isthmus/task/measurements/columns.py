@@ -19,10 +19,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import TaskError
-from isthmus.task.measurements.metrics import LARGEST_BOUND, STEPS, quantile_bin, whole
+from isthmus.task.measurements.metrics import STEPS, quantile_bin, whole
 
 if TYPE_CHECKING:
     import torch
+
+_LARGEST = 1e150
+"""Bounds of a column are below it, so that the square of their distance is finite."""
 
 _ADDED = 1e-9
 """Largest error of a sum of many values in float64, as a part of their number."""
@@ -55,8 +58,10 @@ class Column:
         Raises:
             TaskError: they are not usable.
         """
-        if not -LARGEST_BOUND < self.low < self.high < LARGEST_BOUND:
-            raise TaskError(f"{self} is not usable: low must be below high, and both finite")
+        if not -_LARGEST < self.low < self.high < _LARGEST:
+            raise TaskError(
+                f"{self} is not usable: low must be below high, and both within {_LARGEST:g}"
+            )
         if not isinstance(self.bins, int) or self.bins < 1:
             raise TaskError(f"{self} is not usable: bins must be a whole number of 1 or more")
 

@@ -1,5 +1,7 @@
 """Statistics of devices equal those of their pooled data, as exactly as the kinds state."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -76,6 +78,11 @@ def test_counts_that_no_data_have_are_refused(counts, why):
         Category(("a",)).check(torch.tensor([3, -1]), 3)
 
 
+def test_the_largest_bounds_have_a_variance():
+    column = Column(-9e149, 9e149, bins=2)
+    assert column.describe(column.count(torch.tensor([-1e150, 1e150])), 1)["variance"] < math.inf
+
+
 def test_whole_numbers_in_the_middles_of_bins_have_exact_quantiles():
     column, values = Column(-0.5, 9.5, bins=10), torch.arange(10).repeat(20)
     figures = column.describe(column.count(values), minimum=5)
@@ -149,7 +156,13 @@ def test_a_declaration_that_cannot_be_used_is_one_sentence(columns, data, messag
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Column(1, 0), lambda: Category(()), lambda: Category("aa")]
+    "make",
+    [
+        lambda: Column(1, 0),
+        lambda: Column(-1e200, 1e200),
+        lambda: Category(()),
+        lambda: Category("aa"),
+    ],
 )
 def test_kinds_that_cannot_be_used_are_refused(make):
     with pytest.raises(TaskError, match="is not usable"):
