@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from isthmus.errors import IsthmusError, TaskError, TaskInterrupted, causes
+from isthmus.errors import IsthmusError, TaskError, TaskInterrupted
 from isthmus.task import user_traceback
 
 _Result = TypeVar("_Result")
@@ -45,9 +46,11 @@ _SAID_OF_LACK = (
     "out of memory",
     "not enough memory",
     "_ALLOC_FAILED",
+    "std::bad_alloc",
     "can't start new thread",
+    *sorted(map(os.strerror, _LACKING)),
 )
-"""What PyTorch and Python say then, in a plain `RuntimeError`."""
+"""What PyTorch and Python say then, in a `RuntimeError` or an error without a number."""
 _BROKEN = ("CUDA error:", "HIP error:")
 """How errors of an accelerator begin after which everything else on it fails in this process."""
 
@@ -93,7 +96,7 @@ def may_be_of_server(error: BaseException) -> bool:
         return True
     return any(
         isinstance(each, (TaskInterrupted, MemoryError)) or _is_of_lack(each)
-        for each in causes(error)
+        for each in _behind(error)
     )
 
 
@@ -104,15 +107,34 @@ def has_broken_accelerator(error: BaseException) -> bool:
     True
     """
     return any(
-        isinstance(each, RuntimeError) and str(each).startswith(_BROKEN) for each in causes(error)
+        isinstance(each, RuntimeError) and str(each).startswith(_BROKEN) for each in _behind(error)
     )
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those for which it was raised.
+
+    Also those that it hides (`from None`, or in the `except` of a task): they decide what has
+    failed, and not in which words somebody says so.
+    """
+    left = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        left += [other for other in (each.__cause__, each.__context__) if other is not None]
 
 
 def _is_of_lack(error: BaseException) -> bool:
     """Whether an error says that the system has no memory, or none of something else, left."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _LACKING
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_OF_LACK)
+    # Those of a library, or of another process of the task, may have no number.
+    is_of_system = isinstance(error, (OSError, RuntimeError))
+    return is_of_system and any(said in str(error) for said in _SAID_OF_LACK)
 
 
 @contextmanager

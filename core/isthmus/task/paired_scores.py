@@ -17,6 +17,9 @@ from collections.abc import Sequence
 
 import torch
 
+_ROUNDING = 1e-4
+"""Largest error of an element of the mean: devices round theirs to steps of less than 1e-6."""
+
 
 def comparisons_run_id(run_id: str) -> str:
     """The run id of secure sums of scores, distinct from that of the run's sums of updates."""
@@ -62,6 +65,37 @@ def _middles(size: int) -> torch.Tensor:
     middles = torch.full((size,), 0.5, dtype=torch.float64)
     middles[models : 2 * models - 1] = 0
     return middles
+
+
+def check(mean: Sequence[float]) -> None:
+    """Refuse a mean (3k - 2) that score vectors of no devices have, but for the rounding of sums.
+
+    >>> check([0.6, 0.4, -0.2, 0.05])
+    >>> check([0.6, 0.4, -0.2, -0.05])
+    Traceback (most recent call last):
+        ...
+    ValueError: the mean square of a difference is -0.05, and the square of their mean is 0.04
+
+    Raises:
+        ValueError: a score is not from 0 to 1, or the differences are not those of the scores.
+    """
+    models = (len(mean) + 2) // 3
+    scores = mean[:models]
+    for score in scores:
+        if not -_ROUNDING <= score <= 1 + _ROUNDING:
+            raise ValueError(f"a score is {score:g}, and each is from 0 to 1")
+    differences = mean[models : 2 * models - 1]
+    squares = mean[2 * models - 1 :]
+    for score, difference, square in zip(scores[1:], differences, squares, strict=True):
+        if abs(score - scores[0] - difference) > _ROUNDING:
+            raise ValueError(
+                f"a difference is {difference:g}, and that of the scores {score - scores[0]:g}"
+            )
+        if not difference**2 - _ROUNDING <= square <= 1 + _ROUNDING:
+            raise ValueError(
+                f"the mean square of a difference is {square:g}, and the square of their mean is "
+                f"{difference**2:g}"
+            )
 
 
 def comparison(

@@ -102,7 +102,7 @@ class FederatedRegime:
         self._attempt = self._attempt_for(spec)
         try:
             result = await self._attempt.run()
-            _check_clipped(result, spec)
+            _check_clipped(result, spec, certified=self.context.certified)
             self._check_rounding(result, spec)
             result = await self._with_noise(result)
             if self.watch is not None:
@@ -313,12 +313,18 @@ class FederatedRegime:
         return list(receipts)
 
 
-def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
+def _check_clipped(result: FederatedResult, spec: AttemptSpec, *, certified: bool) -> None:
     """End a run whose model would not be that of the updates.
+
+    Args:
+        result: of the attempt.
+        spec: of the attempt.
+        certified: whether devices may be on other machines, and some of them lie.
 
     Raises:
         JobError: more of the updates' elements were clipped at the job's bound than it allows.
-        AttemptFailed: at a range that was found for other devices, or is not known.
+        AttemptFailed: at a range that was found for other devices, or is not known; or one device
+            can have said so of its update, and others may have another sum.
     """
     settings = spec.settings
     # A gradient that does not fit is clipped too, and the next one is scaled down for it.
@@ -344,12 +350,14 @@ def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
             "federated.clip to more than the largest element",
             result.receipts,
         )
-    raise JobError(
-        f"round {spec.round}: {share:.2%} of the elements {whose} were outside of "
-        f"federated.clip={settings.clip:g} and were clipped, and federated.max_clipped="
-        f"{settings.max_clipped:g}; remove federated.clip, so that the range is found from the "
-        "updates, or raise one of them"
+    why = (
+        f"{share:.2%} of the elements {whose} were outside of federated.clip={settings.clip:g} and "
+        f"were clipped, and federated.max_clipped={settings.max_clipped:g}; remove federated.clip, "
+        "so that the range is found from the updates, or raise one of them"
     )
+    if certified:
+        raise AttemptFailed(why, result.receipts)
+    raise JobError(f"round {spec.round}: {why}")
 
 
 def _rounding_of_one(result: FederatedResult) -> float:

@@ -203,7 +203,7 @@ class CohortSelector:
             round_, unmasked, ready, settings
         )
         if again is not None:
-            return self._unless_refused(again, round_, unmasked, ready, settings)
+            return self._unless_refused(again, round_, unmasked, ready, settings, settings.invited)
         return self._interrupted_again(round_, unmasked, ready, settings) or self._secure(
             round_, unmasked, ready, settings, settings.invited
         )
@@ -215,6 +215,7 @@ class CohortSelector:
         unmasked: Sequence[Unmasking],
         ready: Collection[str],
         settings: FederatedSection,
+        count: int,
     ) -> SelectedCohort:
         """Other devices in place of those whose sum the server has refused, if there are enough.
 
@@ -225,7 +226,7 @@ class CohortSelector:
         if not any(entry.devices & again.examples.keys() for entry in refused):
             return again
         try:
-            others = self._secure(round_, unmasked, ready, settings, settings.invited)
+            others = self._secure(round_, unmasked, ready, settings, count)
         except NoAllowedCohort:
             others = None
         if others is None or others.shortage or len(others.examples) < settings.needed:
@@ -326,9 +327,11 @@ class CohortSelector:
             return self._usual(-number, ready, settings.cohort)
         run_id = paired_scores.comparisons_run_id(self._run_id)
         unmasked = self._unmaskings.about(run_id, number, models_hash)
-        return self._survivors_again(-number, unmasked, ready, settings) or self._secure(
-            -number, unmasked, ready, settings, settings.cohort
-        )
+        again = self._survivors_again(-number, unmasked, ready, settings)
+        count = settings.cohort
+        if again is not None:
+            return self._unless_refused(again, -number, unmasked, ready, settings, count)
+        return self._secure(-number, unmasked, ready, settings, count)
 
     def select_for_evaluation(
         self, round_: int, settings: FederatedSection, name: bytes, busy: Collection[str]
@@ -357,6 +360,10 @@ class CohortSelector:
         again = self._groups_again(number, unmasked, ready, settings) or self._survivors_again(
             number, unmasked, ready, settings
         )
+        if again is not None and not same:
+            again = self._unless_refused(again, number, unmasked, ready, settings, settings.cohort)
+            split = settings.groups is not None and not again.exact
+            return self.by_group(again, settings) if split else again
         if again is not None:
             return again
         if same and (first := _devices_of([each for each in unmasked if not each.refused])):

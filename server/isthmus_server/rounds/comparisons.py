@@ -198,7 +198,7 @@ class ComparisonRunner:
         """Have a cohort score the models; every attempt selects the same devices if it can.
 
         Raises:
-            AttemptFailed: too few devices.
+            AttemptFailed: too few devices, or one has sent what no scores can be.
         """
         settings = comparison_settings(question, self._job.federated)
         parts = {part for model in question.models for part in model.split("+")}
@@ -212,7 +212,15 @@ class ComparisonRunner:
         first = await asyncio.to_thread(self._versions.sha256, names[0], state.models)
         async with self._publication.bundle(vectors, len(names), first) as offer:
             asked = self._question(settings, number, attempt, candidates, offer)
-            return await self._questions.ask(asked)
+            answers = await self._questions.ask(asked)
+        if self._context.privacy is None:  # with noise it may be any
+            try:
+                paired_scores.check(answers.total.tolist())
+            except ValueError as error:
+                self._questions.note_refused(asked.run_id, number, attempt)
+                reason = f"the sum of the scores is one that devices cannot have: {error}"
+                raise AttemptFailed(reason, answers.receipts) from None
+        return answers
 
     def _question(
         self,

@@ -4,10 +4,12 @@ Others, which a server can cause on devices of its choice, are told as one const
 """
 
 import errno
+import os
 
 import pytest
 import torch
 
+from isthmus import PackedText
 from isthmus.errors import JobError, TaskError, TaskInterrupted, TaskProcessEnded
 from isthmus.task import user_code
 from isthmus_clients.training.withholding import (
@@ -33,7 +35,10 @@ OF_SERVER = {
     "memory of PyTorch": RuntimeError(NO_MEMORY),
     "memory of an accelerator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
     "memory of a library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+    "memory of C++": RuntimeError("std::bad_alloc"),
     "threads": RuntimeError("can't start new thread"),
+    "open files of PyTorch": RuntimeError("unable to open file <a>: Too many open files (24)"),
+    "open files of another process": OSError("Caught OSError: [Errno 24] Too many open files: 'a'"),
     "open files": OSError(errno.EMFILE, "Too many open files"),
     "disk space": OSError(errno.ENOSPC, "No space left on device"),
     "cancelled": TaskInterrupted("the server no longer wants the update of this round"),
@@ -64,6 +69,47 @@ def test_an_exception_of_the_task_that_was_raised_from_itself_is_a_vector_of_zer
     error.__cause__ = error
     assert attempted("training", lambda: in_the_task(error)) is None
     assert not has_broken_accelerator(error)
+
+
+def hides(error):
+    """A task that says in its own words that something has failed."""
+    try:
+        raise error
+    except (RuntimeError, KeyError):
+        raise ValueError("the batch cannot be used")  # noqa: B904 - as tasks do
+
+
+def hides_well(error):
+    try:
+        raise error
+    except (RuntimeError, KeyError):
+        raise ValueError("the batch cannot be used") from None
+
+
+@pytest.mark.parametrize("way", [hides, hides_well])
+def test_a_lack_that_the_task_hides_is_no_vector_of_zeros(way):
+    with pytest.raises(DetailsWithheld):
+        attempted("training", lambda: way(RuntimeError(NO_MEMORY)))
+    assert attempted("training", lambda: way(KeyError("the patient is Ann"))) is None
+
+
+def test_text_that_cannot_be_read_for_lack_of_open_files_is_no_vector_of_zeros(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a.txt").write_text("a text of some words " * 9)
+    rows = PackedText(tmp_path / "a.txt", tokenizer=lambda text: [*text.encode()], end=0, length=8)
+
+    def lacks(*args, **kwargs):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def read():
+        with user_code("local_data()"):
+            return rows[0]
+
+    assert attempted("training", read) is not None
+    monkeypatch.setattr(type(tmp_path), "open", lacks)
+    with pytest.raises(DetailsWithheld):
+        attempted("training", read)
 
 
 def test_of_the_agent_itself_only_deliberate_errors_are_zeros():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from isthmus.task.paired_scores import (
     centred,
     centred_norm,
+    check,
     comparison,
     restored,
     score_vector,
@@ -22,9 +23,9 @@ def test_the_mean_of_the_devices_vectors_is_a_paired_comparison(devices):
     vectors = [score_vector(scores) for scores in devices]
     assert {len(vector) for vector in vectors} == {vector_size(3)}
     assert all(vector.abs().max() <= 1 for vector in vectors)
-    means, differences, errors = comparison(
-        torch.stack(vectors).mean(0).tolist(), devices=len(devices)
-    )
+    mean = torch.stack(vectors).mean(0).tolist()
+    check(mean)
+    means, differences, errors = comparison(mean, devices=len(devices))
     for model in range(3):
         differences_to_first = [scores[model] - scores[0] for scores in devices]
         error = statistics.stdev(differences_to_first) / len(devices) ** 0.5
@@ -47,3 +48,18 @@ def test_noise_makes_the_error_of_a_difference_larger(devices, noise):
     *_, errors = comparison(mean, devices=len(devices), noise=noise)
     assert errors[0] == without[0] == 0
     assert all(one >= max(other, noise) for one, other in zip(errors[1:], without[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mean", "why"),
+    [
+        ([1.1, 0.5, -0.6, 0.36], "a score is 1.1"),
+        ([-0.1, 0.5, 0.6, 0.36], "a score is -0.1"),
+        ([0.5, 0.5, 0.1, 0.1], "a difference is 0.1, and that of the scores 0"),
+        ([0.5, 0.4, -0.1, 0.005], "the mean square of a difference is 0.005"),
+        ([0.5, 0.4, -0.1, 1.1], "the mean square of a difference is 1.1"),
+    ],
+)
+def test_a_mean_that_no_devices_have_is_refused(mean, why):
+    with pytest.raises(ValueError, match=why):
+        check(mean)

@@ -1,5 +1,6 @@
 """Devices compare models for a policy: the result, its price, and what a crash leaves."""
 
+import itertools
 import statistics
 
 import pytest
@@ -9,7 +10,7 @@ from tests.server.rounds.results import LAYOUT, read_model
 from tests.server.waiting import wait_until
 
 from isthmus.errors import TaskError
-from isthmus.task import Participant, load_task
+from isthmus.task import Participant, load_task, paired_scores
 from isthmus.task.paired_scores import comparisons_run_id
 from isthmus.wire import link_pb2
 from isthmus_clients.training.model_scores import score_each
@@ -105,6 +106,26 @@ async def test_a_comparison_equals_the_scores_computed_directly(
     assert row["cost"]["price"] == pytest.approx(3 + comparison["price"])
     assert comparison["receipts"][0]["bytes_out"] == 2 * LAYOUT.nbytes
     assert coordinator.state.spent == pytest.approx(9 + comparison["price"])
+
+
+async def test_scores_that_no_devices_have_are_in_no_comparison(deployment, comparing, monkeypatch):
+    """One device makes the standard errors zero, once, so that each difference is significant."""
+    vector_of = paired_scores.score_vector
+    calls = itertools.count()
+
+    def sent_by_liar(scores):
+        vector = vector_of(scores)
+        if next(calls) == 0:
+            vector[2 * len(scores) - 1 :] = -1
+        return vector
+
+    monkeypatch.setattr(paired_scores, "score_vector", sent_by_liar)
+    await deployment.start(names=tuple("abcd"))
+    store = deployment.create_run("run", *comparing(4), "federated.secure_aggregation=true")
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    failed, answered = read_report(store).to_json()["rounds"][1]["comparisons"]
+    assert "the sum of the scores is one that devices cannot have: the mean sq" in failed["error"]
+    assert min(answered["result"]["standard_error"][name] for name in MODELS[1:]) > 0
 
 
 async def test_a_policy_observes_its_past_comparisons(deployment, comparing):

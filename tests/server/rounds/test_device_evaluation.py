@@ -1,6 +1,7 @@
 """Devices evaluate the model on their own data: equal to pooled data, and the server sees sums."""
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -20,6 +21,7 @@ from isthmus.task.measurements.evaluation import EvaluationVector
 from isthmus.wire import link_pb2
 from isthmus_clients.device.own_figures import OwnFigures
 from isthmus_server.read.report.report import read_report, show
+from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.measurements.followed_metrics import check_followed_metrics
 from isthmus_server.rounds.run_parts import RunParts
@@ -46,6 +48,9 @@ def metrics(self, output, target):
     right = (output.argmax(-1) == target).float()
     return {"accuracy": torch.where(target == 2, torch.nan, right)}
 """
+CLIPPED = [0, 900, 0, 900]
+"""What a device says of its loss: 900 values more, all of which were clipped."""
+BEST = "evaluation.keep_best={name='devices_loss', mode='min'}"
 NAMES = tuple("abcd")
 PRIVACY = 'privacy={mechanism="gaussian", epsilon=1.0, delta=1e-5, clip=1.0}'
 SETTINGS = (
@@ -291,7 +296,7 @@ async def test_a_device_that_cannot_evaluate_is_not_named_and_not_in_the_sum(dep
     assert row.evaluation.error is None
 
 
-async def test_a_clipped_loss_is_told_and_decides_about_no_run(deployment):
+async def test_a_clipped_loss_is_told_and_decides_about_no_run(deployment, monkeypatch):
     """With a loss in other units all models would be the same, and the first one the best."""
     large = "\ndef loss(self, output, target):\n    return 1e6 * super().loss(output, target)\n"
     await deployment.start(WITHOUT_CENTRAL + large, NAMES)
@@ -300,9 +305,10 @@ async def test_a_clipped_loss_is_told_and_decides_about_no_run(deployment):
     assert row.metrics["devices_loss_clipped"] > 0
     sentence = "values of devices_loss were not within -1000 to 1000 and were clipped"
     assert sentence in row.evaluation.clipped["devices_loss"]
-    best = "evaluation.keep_best={name='devices_loss', mode='min'}"
-    with pytest.raises(CannotContinue, match=rf"{sentence}; declare bounds .* decides about"):
-        await run(deployment, "best", best, "seed=1")
+    for certified in (False, True):
+        monkeypatch.setattr(FederatedContext, "certified", certified)
+        with pytest.raises(CannotContinue, match=rf"{sentence}; declare bounds .* decides about"):
+            await run(deployment, f"best-{certified}", BEST, f"seed={1 + certified}")
 
 
 async def test_a_loss_that_is_not_a_number_is_in_the_sum_and_not_told_of_a_device(deployment):
@@ -332,6 +338,43 @@ async def test_counts_that_no_data_have_are_in_no_metric(deployment, monkeypatch
     assert 0 <= row.metrics["devices_accuracy"] <= 1
     assert row.metrics["devices_loss"] > 0
     assert row.evaluation.devices == (4 if secure else 3)  # of a second sum, or without the liar
+
+
+@pytest.mark.parametrize(
+    ("lie", "settings"), [([1 << 40], ()), ([1 << 62], ()), (CLIPPED, (BEST,))]
+)
+async def test_one_liar_does_not_keep_others_from_evaluating(
+    deployment, network, monkeypatch, lie, settings
+):
+    """It stays, and the devices that are asked with it would give the same sum again."""
+    monkeypatch.setattr(FederatedContext, "certified", True)
+    await deployment.start(WITHOUT_CENTRAL, ())
+    liars = []
+
+    def lying(name, join, attempt, *arguments):
+        if attempt.config.whole and name in (liars or [name]):
+            liars.append(name)
+            attempt.advertise_keys = functools.partial(changed, attempt, attempt.advertise_keys)
+        return join(attempt, *arguments)
+
+    def changed(attempt, advertise_keys, *arguments, **options):
+        keys = advertise_keys(*arguments, **options)
+        attempt._encoded.vector[: len(lie)] += torch.tensor(lie)
+        return keys
+
+    for name in "abcdefgh":
+        device = deployment.device(name)
+        secure = device.agent._secure
+        secure.join = functools.partial(lying, name, secure.join)
+        network.dial(device, name)
+    await wait_until(lambda: set("abcdefgh") <= deployment.link.peers.keys())
+    encoded = ("federated.clip=4", "federated.max_examples=1000")  # no other sum has whole numbers
+    settings = ("federated.clients=0", *encoded, "attempts=2", *settings)
+    store, _, _ = await run(deployment, "run", *settings)
+    (row,) = read_report(store).rounds
+    assert len(liars) == 1  # it was asked once
+    assert row.evaluation.devices == 4
+    assert row.metrics["devices_loss"] > 0
 
 
 async def test_a_round_is_kept_when_its_evaluation_fails(deployment):

@@ -1,8 +1,10 @@
 """A run that computes statistics: sums of the devices' data, none of which is of one device."""
 
+import itertools
 import json
 
 import pytest
+import torch
 from tests.server.waiting import wait_until
 
 from isthmus import JobError
@@ -111,6 +113,22 @@ def local_data(self, participant):
 """
     await deployment.start(COUNTED + normalises, NAMES)
     _, statistics = await collected(deployment, "run")
+    assert statistics["columns"]["age"]["count"] == 160
+
+
+async def test_counts_that_no_data_have_are_in_no_statistics(deployment, monkeypatch):
+    """One device sends -99 for every count, once: the ages of all would have a mean below 0."""
+    measure = StatisticsVector.measure
+    calls = itertools.count()
+
+    def measured_by_liar(vector, *arguments):
+        counts = measure(vector, *arguments)
+        return torch.full_like(counts, -99) if next(calls) == 0 else counts
+
+    monkeypatch.setattr(StatisticsVector, "measure", measured_by_liar)
+    await deployment.start(COUNTED, NAMES)
+    _, statistics = await collected(deployment, "run", "attempts=2")
+    assert statistics["devices"] == 4
     assert statistics["columns"]["age"]["count"] == 160
 
 

@@ -6,6 +6,7 @@ Everything that it sends is checked as input of a stranger.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import signal
@@ -327,6 +328,10 @@ def _environment(settings: WorkerSettings, secret: bytes | None) -> dict[str, st
     kept |= {name: text for name, text in os.environ.items() if name.startswith(_NUMERICAL)}
     if secret is not None:
         kept[DATA_NUMBERS] = secret.hex()
+        # The order of a set of text follows from it, by which a task may split its data. Else each
+        # process had another, and a server has one device open a run again.
+        words = hashlib.sha256(b"isthmus/order-of-sets/" + secret).digest()
+        kept["PYTHONHASHSEED"] = str(int.from_bytes(words[:4], "little"))
     return kept | {
         "HOME": scratch,
         "TMPDIR": scratch,

@@ -19,10 +19,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import TaskError
-from isthmus.task.measurements.metrics import LARGEST_BOUND, STEPS, quantile_bin, whole
+from isthmus.task.measurements.metrics import STEPS, quantile_bin, whole
 
 if TYPE_CHECKING:
     import torch
+
+_LARGEST = 1e150
+"""Bounds of a column are below it, so that the square of their distance is finite."""
+
+_ADDED = 1e-9
+"""Largest error of a sum of many values in float64, as a part of their number."""
 
 QUANTILES = {"p10": 0.1, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9}
 """Quantiles of a column."""
@@ -52,8 +58,10 @@ class Column:
         Raises:
             TaskError: they are not usable.
         """
-        if not -LARGEST_BOUND < self.low < self.high < LARGEST_BOUND:
-            raise TaskError(f"{self} is not usable: low must be below high, and both finite")
+        if not -_LARGEST < self.low < self.high < _LARGEST:
+            raise TaskError(
+                f"{self} is not usable: low must be below high, and both within {_LARGEST:g}"
+            )
         if not isinstance(self.bins, int) or self.bins < 1:
             raise TaskError(f"{self} is not usable: bins must be a whole number of 1 or more")
 
@@ -85,6 +93,22 @@ class Column:
         ]
         bins = torch.bincount(places, minlength=self.bins).double()
         return whole(torch.cat([torch.tensor(tally, dtype=torch.float64), bins]))
+
+    def check(self, total: torch.Tensor, devices: int) -> None:
+        """Refuse a sum of counts, int64 (size), that no values of so many devices have.
+
+        Raises:
+            ValueError: it is one.
+        """
+        number, missing, clipped, first, second, *bins = total.tolist()
+        if min(number, missing, clipped, second, *bins) < 0:
+            raise ValueError("a count is below 0")
+        if sum(bins) != number or clipped > number:
+            raise ValueError("the bins have other values than the column")
+        # Each device rounds its sums, of values from -1 to 1 that were added in float64.
+        most = number * STEPS * (1 + _ADDED) + devices
+        if max(abs(first), second) > most:
+            raise ValueError(f"the mean is not from {self.low:g} to {self.high:g}")
 
     def describe(self, total: torch.Tensor, minimum: int) -> dict[str, Any]:
         """What the sum of the devices' counts, int64 (size), tells; None for what is not shown.
@@ -176,6 +200,15 @@ class Category:
             values = list(values)
             counts = [sum(each == value for each in values) for value in self.values]
         return torch.tensor([*counts, len(values) - sum(counts)], dtype=torch.int64)
+
+    def check(self, total: torch.Tensor, devices: int) -> None:
+        """See `Column.check`.
+
+        Raises:
+            ValueError: a count is below 0.
+        """
+        if bool((total < 0).any()):
+            raise ValueError("a count is below 0")
 
     def describe(self, total: torch.Tensor, minimum: int) -> dict[str, Any]:
         """The count of each value by its text; None for what is not shown.

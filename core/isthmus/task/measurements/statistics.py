@@ -101,6 +101,20 @@ class StatisticsVector:
             )
         return dict(zip(self.columns, rows.T, strict=True))
 
+    def check(self, total: torch.Tensor, devices: int) -> None:
+        """Refuse a sum of vectors, int64 (size), that no data of so many devices have.
+
+        Raises:
+            ValueError: with the column.
+        """
+        at = 0
+        for name, column in self.columns.items():
+            try:
+                column.check(total[at : at + column.size], devices)
+            except ValueError as error:
+                raise ValueError(f"the counts of {name!r} are none of data: {error}") from None
+            at += column.size
+
     def describe(self, total: torch.Tensor, minimum: int) -> dict[str, dict[str, Any]]:
         """What a sum of vectors, int64 (size), tells of each column, see `Column.describe`."""
         described = {}

@@ -65,6 +65,10 @@ class Evaluated:
     on_devices: SummedEvaluation | None = None
 
 
+class _TooClipped(AttemptFailed):
+    """A sum of which too many values were clipped for a metric that decides about the run."""
+
+
 class RoundEvaluator:
     """Evaluates the models of one run."""
 
@@ -164,12 +168,12 @@ class RoundEvaluator:
             vector, spec.round, lambda last, failed: first + failed
         )
         self._check_counted(sums, failure)
+        why = str(failure) if isinstance(failure, _TooClipped) else ""
+        if sums is not None:
+            why = self._too_clipped(vector, sums)
+        if why:
+            raise CannotContinue(why)
         clipped = {} if sums is None else vector.clipped(sums.total)
-        for name in self._followed.values():
-            # The mean of clipped values can be far off without looking so, and here it would choose
-            # a model or end the run.
-            if name in clipped and clipped[name].share > CLIPPED_SHARE:
-                raise CannotContinue(f"{clipped[name].sentence}: this metric decides about the run")
         receipts = [receipt for each in tried for receipt in each]
         reached = sum(receipt.started for receipt in receipts)
         return SummedEvaluation(
@@ -191,6 +195,25 @@ class RoundEvaluator:
             bytes_down=sum(receipt.moved.down for receipt in receipts),
             seconds=self._clock.now() - started,
         )
+
+    def _too_clipped(self, vector: EvaluationVector, sums: Answers) -> str:
+        """Why a metric of a sum may not decide about the run; empty if it may.
+
+        The mean of clipped values can be far off without looking so, and here it would choose a
+        model or end the run.
+        """
+        clipped = vector.clipped(sums.total)
+        for name in self._followed.values():
+            if name in clipped and clipped[name].share > CLIPPED_SHARE:
+                return f"{clipped[name].sentence}: this metric decides about the run"
+        return ""
+
+    @property
+    def _asks_others(self) -> bool:
+        """Whether a sum that one device can have spoiled is followed by one of other devices."""
+        job = self._job
+        may_lie = self._context.certified and job.federated.secure_aggregation
+        return may_lie and not job.evaluation.same_devices
 
     def _by_device(self, vector: EvaluationVector, sums: Answers) -> dict[str, Mapping[str, float]]:
         """The figures of each device, where the job asks for them."""
@@ -258,8 +281,18 @@ class RoundEvaluator:
                     for total, devices in sums.groups.values():
                         self._check(vector, total, devices)
                 except ValueError as error:
-                    reason = f"the sum of the evaluation is one that devices cannot have: {error}"
+                    run_id = evaluations_run_id(self._context.run_id)
+                    self._questions.note_refused(run_id, round_, trying)
+                    reason = f"a sum of the devices' counts is one that they cannot have: {error}"
                     raise AttemptFailed(reason, sums.receipts) from None
+                why = ""
+                if isinstance(vector, EvaluationVector) and self._asks_others:
+                    why = self._too_clipped(vector, sums)
+                if why:  # one device can say so of all its values
+                    self._questions.note_refused(
+                        evaluations_run_id(self._context.run_id), round_, trying
+                    )
+                    raise _TooClipped(why, sums.receipts)
                 return sums
 
             def note_failure(failed: RoundFailed, _last: bool) -> None:
@@ -289,7 +322,7 @@ class RoundEvaluator:
         Raises:
             ValueError: it is such a sum.
         """
-        if self._context.privacy is None and isinstance(vector, EvaluationVector):
+        if self._context.privacy is None:
             vector.check(total, devices)
 
     def _question(self, vector: _Vector, round_: int, attempt: int, offer: Offer) -> Question:

@@ -137,13 +137,25 @@ class DeviceQuestions:
         before = privacy.measured
         return lambda: privacy.may_repeat_measurement(round_, before)
 
+    def note_refused(self, run_id: str, number: int, attempt: int) -> None:
+        """Note that the sum of an attempt cannot be used, so that others are asked if they can be.
+
+        The same devices would give it again, and one that lies would end all attempts.
+        """
+        self._context.unmaskings.note_refused_sum(run_id, number, attempt)
+
     async def _securely(
         self, question: Question, cohort: SelectedCohort, noisy: NoisySum | None
     ) -> Answers:
         config = self._config(question, cohort, question.settings, "")
         config = config if noisy is None else noisy.config(config)
         attempt = self._sum(question, cohort, list(cohort.examples), config, "")
-        result = await attempt.run()
+        try:
+            result = await attempt.run()
+        except AttemptFailed:
+            if attempt.has_sum:
+                self.note_refused(question.run_id, question.number, question.attempt)
+            raise
         devices = int(result.training["examples"])  # every usable vector has a weight of 1
         total = result.pseudo_gradient
         deviation = 0.0

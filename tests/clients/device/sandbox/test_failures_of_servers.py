@@ -57,6 +57,28 @@ async def test_a_training_that_lacks_memory_is_no_vector_of_zeros(make_device, c
     assert agent._secure._kept is None
 
 
+SORTING = """
+    def forward(self, model, inputs):
+        import resource, torch
+        scores = torch.rand(6_000_000)
+        with open("/proc/self/status") as file:
+            (used,) = [int(line.split()[1]) << 10 for line in file if line.startswith("VmData")]
+        limits = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (used + (8 << 20), limits[1]))
+        try:
+            torch.topk(scores, 5)  # PyTorch says `std::bad_alloc`
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, limits)
+"""
+
+
+async def test_nor_is_one_that_lacks_memory_for_what_pytorch_keeps_in_c(make_device, caplog):
+    agent = await opened(make_device(SORTING))
+    with pytest.raises(DetailsWithheld):
+        await trained(agent)
+    assert "std::bad_alloc" in caplog.text
+
+
 async def test_a_process_that_cannot_open_its_run_again_is_no_vector_of_zeros(make_device, caplog):
     """Whether it has to follows from what the server has cancelled before."""
     device = make_device()

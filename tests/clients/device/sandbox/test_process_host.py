@@ -129,6 +129,29 @@ def test_the_data_of_both_hosts_are_drawn_from_the_secret_of_the_device(tmp_path
     assert other != first
 
 
+SETS = """
+    def local_data(self, participant):
+        import random
+        patients = list({f"patient-{number}" for number in range(20)})
+        random.shuffle(patients)
+        chosen = [int(each.split("-")[1]) for each in patients[:10]]
+        return torch.utils.data.Subset(rows(20, seed=1), chosen)
+"""
+
+
+def test_a_run_that_is_opened_again_has_the_same_order_of_sets(tmp_path):
+    """A server asks one device alone for it, and would have another update for the same model."""
+    device = Device(tmp_path, SETS)
+    updates = []
+    try:
+        for _ in range(2):
+            device.host.open(opening())
+            updates.append(train(device.host)[1])
+    finally:
+        device.close()
+    assert updates[0] == updates[1]
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     """A task that tries to leave its process in every round, and hangs in the third."""
@@ -361,6 +384,7 @@ def test_the_process_has_no_variable_that_may_be_secret(fake, monkeypatch):
         DATA_NUMBERS,
         *("HOME", "LC_CTYPE", "OMP_PROC_BIND", "PATH", "TMPDIR"),
         *("LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"),
+        "PYTHONHASHSEED",  # a hash of the device's secret
     }
 
 

@@ -1,5 +1,7 @@
 """Statistics of devices equal those of their pooled data, as exactly as the kinds state."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,42 @@ def test_a_column_equals_that_of_the_pooled_data():
     assert histogram["counts"] == counts.tolist()
     assert min(histogram["counts"]) >= 5
     assert sum(histogram["counts"]) == len(values)
+
+
+def test_counts_of_data_are_never_refused():
+    kinds = [(Column(0, 90, bins=90), shards()), (Category((20.1, 30.5)), shards())]
+    kinds.append((Column(-1e-3, 1e9, bins=1), [[], [1e9] * 999, [-5.0, np.nan, np.inf]]))
+    for column, parts in kinds:
+        total = torch.zeros(column.size, dtype=torch.int64)
+        for part in parts:
+            counts = column.count(torch.tensor(part))
+            column.check(counts, 1)
+            total += counts
+        column.check(total, len(parts))
+
+
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    [
+        ([-4, 0, 0, 0, 0, -4, 0], "a count is below 0"),
+        ([4, 0, 5, 0, 0, 4, 0], "the bins have other values than the column"),
+        ([4, 0, 0, 0, 0, 4, 1], "the bins have other values than the column"),
+        ([4, 0, 0, 5 * 2**28, 0, 4, 0], "the mean is not from 0 to 90"),
+        ([4, 0, 0, -5 * 2**28, 0, 4, 0], "the mean is not from 0 to 90"),
+        ([4, 0, 0, 0, 5 * 2**28, 4, 0], "the mean is not from 0 to 90"),
+        ([4, 0, 0, 0, -1, 4, 0], "a count is below 0"),
+    ],
+)
+def test_counts_that_no_data_have_are_refused(counts, why):
+    with pytest.raises(ValueError, match=why):
+        Column(0, 90, bins=2).check(torch.tensor(counts), 3)
+    with pytest.raises(ValueError, match="a count is below 0"):
+        Category(("a",)).check(torch.tensor([3, -1]), 3)
+
+
+def test_the_largest_bounds_have_a_variance():
+    column = Column(-9e149, 9e149, bins=2)
+    assert column.describe(column.count(torch.tensor([-1e150, 1e150])), 1)["variance"] < math.inf
 
 
 def test_whole_numbers_in_the_middles_of_bins_have_exact_quantiles():
@@ -118,7 +156,13 @@ def test_a_declaration_that_cannot_be_used_is_one_sentence(columns, data, messag
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Column(1, 0), lambda: Category(()), lambda: Category("aa")]
+    "make",
+    [
+        lambda: Column(1, 0),
+        lambda: Column(-1e200, 1e200),
+        lambda: Category(()),
+        lambda: Category("aa"),
+    ],
 )
 def test_kinds_that_cannot_be_used_are_refused(make):
     with pytest.raises(TaskError, match="is not usable"):

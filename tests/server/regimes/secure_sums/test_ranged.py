@@ -15,6 +15,7 @@ from isthmus_privacy.purpose import ranged_model, ranges_run_id
 from isthmus_privacy.secagg.ranges import SIZE
 from isthmus_privacy.slots import TRAINING_SLOTS
 from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.storage.range_log import RangeLog
 
 SCALES = [10.0**exponent for exponent in (-6, -5, -4, -3, -2, 0, 1, 2, 4, 6)]
@@ -398,6 +399,28 @@ async def test_too_much_clipping_ends_the_run_with_what_to_change(opened):
     allowed = await opened("task.settings.lr=1000", "federated.clip=4", "federated.max_clipped=1")
     result = await allowed.train(attempt=2)
     assert result.training["clipped"] > 0.5
+
+
+@pytest.mark.parametrize("more", [(), ("federated.max_examples=1000",)])
+async def test_one_device_beyond_the_range_of_the_job_ends_an_attempt_and_not_the_run(
+    opened, monkeypatch, more
+):
+    """It may lie, so that others are asked; processes of the server's machine do not."""
+    run = await opened("federated.clip=4", *more)
+    host = run.devices["e"].agent.host
+    train = host.train
+
+    def diverged(*args):
+        trained, update = train(*args)
+        LAYOUT.decode(update).fill_(1e9)
+        return trained, update
+
+    monkeypatch.setattr(host, "train", diverged)
+    with pytest.raises(JobError, match=r"20\.00% of the elements .* federated\.clip=4 and were"):
+        await run.train()
+    monkeypatch.setattr(FederatedContext, "certified", True)
+    with pytest.raises(AttemptFailed, match=r"20\.00% of the elements .*; remove federated\.clip"):
+        await run.train(attempt=2)
 
 
 @pytest.mark.parametrize("more", [(), ("federated.max_examples=1000",)])
