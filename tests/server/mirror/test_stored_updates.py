@@ -1,6 +1,7 @@
 """Updates in a store: verified before they are used, and removed."""
 
 import io
+import sys
 
 import pytest
 from tests.server.mirror.stores import FolderStore
@@ -162,6 +163,12 @@ def test_an_option_that_names_no_store_is_said(named):
     with pytest.raises(UserError) as raised:
         store_named(named)
     assert f"--uploads {named} does not name a store: write s3:BUCKET/PREFIX" in str(raised.value)
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(UserError, match=r"--uploads s3:bucket needs boto3, of 1\.36 or newer"):
+        store_named("s3:bucket")
 
 
 async def test_a_device_puts_an_update_at_a_signed_address(store, tmp_path, payload):  # noqa: F811

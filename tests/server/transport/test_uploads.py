@@ -14,6 +14,7 @@ from isthmus.transport import blob_sources
 from isthmus.transport.blobs import CHUNK_BYTES
 from isthmus.transport.uploads import UploadAddresses
 from isthmus.wire import link_pb2
+from isthmus_server.mirror import stored_updates
 from isthmus_server.mirror.stored_updates import StoredUpdates
 from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.transport.job_link import JobLink, SharedLink
@@ -250,6 +251,34 @@ async def test_a_run_ends_with_the_same_model_whatever_the_store_does(
         assert 1 <= sum(each.levelname == "WARNING" for each in said) <= 4
     else:
         assert said == []
+
+
+KINDS = {
+    "encoded": ("federated.codec=rounded", "federated.codec_settings={bits=4}"),
+    "a rule": ("federated.aggregation=median",),
+    "buffered": ("federated.mode=buffered", "federated.buffer={concurrency=2}"),
+    "secure": ("federated.secure_aggregation=true", "federated.cohort=3", "federated.quorum=3"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_plain_rounds_of_each_kind_use_the_store_and_secure_ones_do_not(
+    deployment, network, web, monkeypatch, kind
+):
+    monkeypatch.setattr(stored_updates, "LEAST_BYTES", 100)
+    await deployment.start(LARGE, names=())
+    async with storing(deployment.link, web):
+        for name in ("a", "b", "c"):
+            network.dial(deployment.device(name), name, uploads=allowed(web))
+        await wait_until(lambda: {"a", "b", "c"} <= deployment.link.peers.keys())
+        changes = ("federated.clients=3", *CHANGES, *KINDS[kind])
+        report, _ = await deployment.run("run", *changes)
+        received = [each for row in report["rounds"] for each in row["receipts"]]
+        accepted = sum(each["status"] == "accepted" for each in received)
+        assert accepted == (6 if kind == "secure" else 4)
+        # A third device may have been invited, or have begun anew in a buffer.
+        assert (len(web.put) >= accepted) == (kind != "secure")
+        assert (web.put == []) == (kind == "secure")
 
 
 class OnlyErrors:
