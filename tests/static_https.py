@@ -1,4 +1,4 @@
-"""A static web server over HTTPS with ranges, as a mirror of models is, on a port of loopback."""
+"""A web server over HTTPS, as mirrors and stores are, on a port of loopback: ranges, and PUTs."""
 
 from __future__ import annotations
 
@@ -43,6 +43,12 @@ class StaticHttps:
         """Whether parts of a file can be asked for; else all of it is sent."""
         self.redirect = ""
         """Where to send clients instead."""
+        self.put: list[tuple[str, str | None]] = []
+        """Path and length of each file that was to be put."""
+        self.takes: list[int] = []
+        """Bytes after which each of the next PUTs is cut off."""
+        self.status = 0
+        """What PUTs are answered in place of being done."""
 
     @property
     def address(self) -> str:
@@ -109,6 +115,25 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
                 self.wfile.write(rest)
             else:
                 self.close_connection = True
+
+        def do_PUT(self) -> None:
+            length = int(self.headers.get("Content-Length", "0"))
+            served.put.append((self.path, self.headers.get("Content-Length")))
+            if served.takes:
+                self.rfile.read(served.takes.pop(0))
+                self.close_connection = True
+                return
+            if served.gate is not None:
+                served.gate.wait(60)
+            body = self.rfile.read(length)
+            if not served.status:
+                path = served.folder / self.path.partition("?")[0].lstrip("/")
+                path.write_bytes(bytes(length) if served.lies else body)
+            self.send_response(served.status or 200)
+            if served.status == 307:
+                self.send_header("Location", f"{served.address}{'0' * 64}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
     class Server(http.server.ThreadingHTTPServer):
         daemon_threads = True

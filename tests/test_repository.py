@@ -125,7 +125,7 @@ COMMANDS = [
     (
         "isthmus server start --address --balancer --balancer-trusts --connected --console "
         "--fair-link --grace --jobs --log-format --metrics --mirror --mirror-url --one-port "
-        "--quiet --standby --track STATE"
+        "--quiet --standby --track --uploads STATE"
     ),
     "isthmus server token create --expires --kind --name --uses STATE",
     "isthmus server verify STATE",

@@ -23,6 +23,7 @@ from isthmus.transport.mirrors import MirrorSources
 from isthmus.transport.requests import model_of
 from isthmus.transport.transfer_time import TransferTime
 from isthmus.transport.uplink import Uplink
+from isthmus.transport.uploads import UploadAddresses
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
@@ -154,6 +155,11 @@ class Agent:
             if limits is None
             else MirrorSources(limits.server_sources, "server_sources in policy.toml")
         )
+        self._uploads = (
+            None
+            if limits is None
+            else UploadAddresses(limits.server_uploads, "server_uploads in policy.toml")
+        )
         self._pull: Pull | None = None
         self._link_received = TransferTime()
         self._link_sent = TransferTime()
@@ -203,6 +209,7 @@ class Agent:
             held=self.models.held,
             sources=sources,
             mirrors=self._mirrors,
+            uploads=self._uploads,
             proxy=proxy,
             stays=self._guard is not None and not self._guard.limits.hang_up,
             others=others,

@@ -139,6 +139,9 @@ class OwnerLimits(Section):
     """Patterns of the addresses from which the server may have this device fetch models and
     packages, as it puts them on a mirror; * matches anything in a pattern with a host. Default:
     none, and all of it comes on the link."""
+    server_uploads: tuple[str, ...] = ()
+    """Patterns of the addresses at which the server may have this device put plain updates,
+    encrypted, as into a store; likewise. Default: none, and all of them go over the link."""
     open_runs: Annotated[int, Field(ge=1)] | None = None
     """Runs whose task and data stay in memory at a time, for servers with several jobs at once; a
     run above it is opened again for its next round. Each has a process, up to `memory_mb`. None is

@@ -25,6 +25,7 @@ from isthmus.transport.blobs import (
 from isthmus.transport.shared_memory import answer, opened, read_into
 from isthmus.transport.stream import Stream, to_the_end
 from isthmus.transport.transfer_time import TransferTime
+from isthmus.transport.uploads import Upload
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 
@@ -58,6 +59,8 @@ class OpenRequest:
     payload: Buffer | InFile | None = None
     sent_on: Stream | None = None
     """The stream on which its result was sent last, perhaps in part."""
+    upload: Upload | None = None
+    """The sending of its result to a store of the server."""
     reported_at: float = 0.0
     note: Future[None] | None = None
     """The sending of the last note."""
@@ -96,9 +99,17 @@ class OpenRequest:
         self.filling = None
 
     def abandon(self) -> None:
-        """Have nothing more written into the memory of the blob."""
+        """Have nothing more written into the memory of the blob, or read of the result's."""
         if self.filling is not None:
             self.filling.abandon()
+        if self.upload is not None:
+            self.upload.abandon()
+
+    def has_result(self, sha256: bytes) -> bool:
+        """Whether its result is this blob."""
+        if self.payload is None or self.reply is None:
+            return False
+        return blob_of(self.reply).sha256 == sha256
 
     def pull(self, machine: str) -> link_pb2.Envelope:
         """Ask for the rest of the blob, or for a file with it that `machine` can open."""
@@ -207,7 +218,7 @@ async def send_result(
     `moved` measures it.
     """
     for job in open_jobs.values():
-        if job.payload is None or job.reply is None or blob_of(job.reply).sha256 != pull.sha256:
+        if job.payload is None or not job.has_result(pull.sha256):
             continue
         if (file := answer(pull, job.payload, machine)) is not None:
             await stream.send(file)
@@ -234,6 +245,11 @@ def is_step_of_a_sum(request: link_pb2.Request) -> bool:
     if kind == "train_local" and request.train_local.ranges:  # of the sum of ranges, before
         return True
     return kind in ("train_local", "score", "evaluate") and bool(getattr(request, kind).secure)
+
+
+def is_plain_update(request: link_pb2.Request) -> bool:
+    """Whether the work's result is an update that the server reads by itself."""
+    return request.HasField("train_local") and not is_step_of_a_sum(request)
 
 
 def ends_at_once(request: link_pb2.Request) -> bool:

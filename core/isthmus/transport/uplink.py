@@ -50,12 +50,14 @@ from isthmus.transport.requests import (
     RequestLimits,
     ends_at_once,
     failure,
+    is_plain_update,
     model_of,
     send_result,
 )
 from isthmus.transport.shared_memory import machine
 from isthmus.transport.stream import GONE, Stream, to_the_end
 from isthmus.transport.transfer_time import TransferTime
+from isthmus.transport.uploads import Upload, UploadAddresses
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 
@@ -122,7 +124,8 @@ class Uplink:
         renewed before it expires; without one, only a server on this machine is accepted, of this
         user or root where the system says whose it is (Linux);
       * an expired certificate or a wrong clock never ends `run`;
-      * what is taken from a source is verified, and what no source has is pulled on the link.
+      * what is taken from a source is verified, and what no source has is pulled on the link;
+      * of results only plain updates are put into a store, and only where the owner allows it.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Uplink:
         held: Callable[[link_pb2.Request], Buffer | None] = lambda request: None,
         sources: Sequence[NamedSource] = (),
         mirrors: MirrorSources | None = None,
+        uploads: UploadAddresses | None = None,
         proxy: ProxyChoice | None = None,
         stays: bool = False,
         others: Sequence[str] = (),
@@ -165,6 +169,7 @@ class Uplink:
             held: returns the beginning of that blob, as far as the worker has it already.
             sources: where a blob may be, in the order in which they are asked before the link.
             mirrors: where the server may have blobs fetched, after the sources; None for nowhere.
+            uploads: where the server may have plain updates put; None for nowhere.
             proxy: what the owner says about proxies; by default what was said with the join, and
                 else the variables decide. Without a membership there is none.
             stays: does not hang up when the server does not need it.
@@ -205,6 +210,7 @@ class Uplink:
         self._held = held
         self._sources = sources
         self._mirrors = mirrors
+        self._uploads = uploads
         self.received = TransferTime()
         """What the server has sent of blobs."""
         self.sent = TransferTime()
@@ -498,6 +504,7 @@ class Uplink:
         hello.version_max = VERSION
         hello.instance = self._instance
         hello.software = __version__
+        hello.stores = self._uploads is not None
         return link_pb2.Envelope(hello=hello)
 
     def _welcomed(self, welcome: link_pb2.Welcome) -> None:
@@ -541,7 +548,10 @@ class Uplink:
             await self._request(stream, message.request)
         elif kind == "chunk":
             self._chunk(stream, message.chunk)
+        elif kind == "store":
+            self._store(message.store.blob)
         elif kind == "pull":
+            self._end_upload(message.pull.sha256)
             stream.spawn(send_result(stream, self._jobs, message.pull, self._machine, self.sent))
         elif kind == "receipt":
             job = self._jobs.pop(message.receipt.id, None)
@@ -717,6 +727,59 @@ class Uplink:
     def _told(self, text: str) -> str:
         """A text as the server reads it."""
         return text if self._places is None else self._places.hidden(text)
+
+    def _store(self, blob: link_pb2.Blob) -> None:
+        """Put a result into the server's store, or have the server pull it.
+
+        Once only: what hangs there would add up with each address that a lying server names.
+        """
+        sha256 = bytes(blob.sha256)
+        job = next((job for job in self._jobs.values() if job.has_result(sha256)), None)
+        if job is None or job.payload is None or self._uploads is None:
+            self._say_stored(sha256, False)
+            return
+        if job.upload is not None:
+            # Repeated on a new stream. One that is on its way is told of when it has ended.
+            is_same = job.upload.address == blob.address
+            if not is_same or job.upload.is_stored is not None:
+                self._say_stored(sha256, is_same and job.upload.is_stored is True)
+            return
+        if is_plain_update(job.request):
+            job.upload = self._uploads.of(blob, job.payload)
+        if job.upload is None:
+            self._say_stored(sha256, False)
+        else:
+            self._spawn(self._upload(job.upload, sha256))
+
+    async def _upload(self, upload: Upload, sha256: bytes) -> None:
+        is_stored = await upload.run(lambda sent: self._say_sent(sha256, sent))
+        self._say_stored(sha256, is_stored)
+
+    def _end_upload(self, sha256: bytes) -> None:
+        """The server pulls a result, which it does not get, or has not got, from its store."""
+        for job in self._jobs.values():
+            if job.upload is None or not job.has_result(sha256):
+                continue
+            job.upload.abandon()
+            if job.upload.is_stored is not False:  # else it was said
+                job.upload.is_stored = False
+                log.warning(
+                    "%s: the server has not got an update from its store, and it goes over the "
+                    "link",
+                    self.name,
+                )
+
+    def _say_sent(self, sha256: bytes, sent: int) -> None:
+        self._say(stored=link_pb2.Stored(sha256=sha256, bytes=sent))
+
+    def _say_stored(self, sha256: bytes, is_stored: bool) -> None:
+        stored = link_pb2.Stored(sha256=sha256, complete=is_stored, declined=not is_stored)
+        self._say(stored=stored)
+
+    def _say(self, **body: Any) -> None:
+        """Send a message without which the other end goes on, if there is a stream."""
+        if (stream := self._stream) is not None:
+            stream.spawn(stream.send_quietly(link_pb2.Envelope(**body)))
 
     def _progress(self, job: OpenRequest, progress: link_pb2.Progress) -> None:
         now = time.monotonic()

@@ -19,7 +19,7 @@ DATACENTER: Role
 AGGREGATOR: Role
 
 class Envelope(_message.Message):
-    __slots__ = ("hello", "welcome", "ping", "pull", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed", "leave", "check_in", "caller", "through", "hang_up", "passed")
+    __slots__ = ("hello", "welcome", "ping", "pull", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed", "leave", "check_in", "caller", "through", "hang_up", "passed", "store", "stored")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,8 @@ class Envelope(_message.Message):
     THROUGH_FIELD_NUMBER: _ClassVar[int]
     HANG_UP_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     ping: Ping
@@ -56,7 +58,9 @@ class Envelope(_message.Message):
     through: Through
     hang_up: HangUp
     passed: Passed
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., check_in: _Optional[_Union[CheckIn, _Mapping]] = ..., caller: _Optional[_Union[Caller, _Mapping]] = ..., through: _Optional[_Union[Through, _Mapping]] = ..., hang_up: _Optional[_Union[HangUp, _Mapping]] = ..., passed: _Optional[_Union[Passed, _Mapping]] = ...) -> None: ...
+    store: Store
+    stored: Stored
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., check_in: _Optional[_Union[CheckIn, _Mapping]] = ..., caller: _Optional[_Union[Caller, _Mapping]] = ..., through: _Optional[_Union[Through, _Mapping]] = ..., hang_up: _Optional[_Union[HangUp, _Mapping]] = ..., passed: _Optional[_Union[Passed, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ...) -> None: ...
 
 class Caller(_message.Message):
     __slots__ = ("channel", "certificate")
@@ -103,7 +107,7 @@ class Passed(_message.Message):
     def __init__(self, channel: _Optional[int] = ..., sha256: _Optional[bytes] = ..., bytes: _Optional[int] = ..., more: _Optional[int] = ..., end: _Optional[int] = ..., from_caller: _Optional[bool] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version_min", "version_max", "name", "role", "instance", "identity", "software")
+    __slots__ = ("version_min", "version_max", "name", "role", "instance", "identity", "software", "stores")
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +115,7 @@ class Hello(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
     version_min: int
     version_max: int
     name: str
@@ -118,7 +123,8 @@ class Hello(_message.Message):
     instance: str
     identity: bytes
     software: str
-    def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., identity: _Optional[bytes] = ..., software: _Optional[str] = ...) -> None: ...
+    stores: bool
+    def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., identity: _Optional[bytes] = ..., software: _Optional[str] = ..., stores: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance", "is_new", "clock", "spread_seconds")
@@ -191,6 +197,24 @@ class Chunk(_message.Message):
     absent: bool
     file: OpenFile
     def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., absent: _Optional[bool] = ..., file: _Optional[_Union[OpenFile, _Mapping]] = ...) -> None: ...
+
+class Store(_message.Message):
+    __slots__ = ("blob",)
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    blob: Blob
+    def __init__(self, blob: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ("sha256", "bytes", "complete", "declined")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    sha256: bytes
+    bytes: int
+    complete: bool
+    declined: bool
+    def __init__(self, sha256: _Optional[bytes] = ..., bytes: _Optional[int] = ..., complete: _Optional[bool] = ..., declined: _Optional[bool] = ...) -> None: ...
 
 class OpenFile(_message.Message):
     __slots__ = ("process", "descriptor")

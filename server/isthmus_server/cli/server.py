@@ -326,6 +326,12 @@ def show_audit(state: Path) -> None:
     "the store.",
 )
 @click.option(
+    "--uploads",
+    metavar="KIND:TARGET",
+    help="Where devices put large updates of plain rounds, by signed addresses: s3:BUCKET/PREFIX. "
+    "Default: nowhere, and they send them to the server.",
+)
+@click.option(
     "--standby",
     is_flag=True,
     help="Wait while another server runs from DIR, and take its place as soon as it is gone; both "
@@ -345,6 +351,7 @@ def start(
     connected: int,
     mirror: str | None,
     mirror_url: str | None,
+    uploads: str | None,
     standby: bool,
     log_format: LogFormat,
     quiet: bool,
@@ -360,6 +367,8 @@ def start(
     from isthmus_server.fleet import registry_file
     from isthmus_server.fleet.authority import CertificateAuthority, is_separate
     from isthmus_server.mirror.mirrored_blobs import MirroredBlobs
+    from isthmus_server.mirror.options import store_named
+    from isthmus_server.mirror.stored_updates import StoredUpdates
     from isthmus_server.observability.observers import Observers
     from isthmus_server.runs.jobs.runner import JobRunner
     from isthmus_server.runs.jobs.running import import_training
@@ -375,6 +384,7 @@ def start(
         )
     behind = _balancer(balancer, balancer_trusts, one_port=one_port)
     place = _mirror(mirror, mirror_url)
+    store = None if uploads is None else store_named(uploads)
     shown = None if console is None else tls.split_address(console, "--console")
     prepare()
     for name in ("isthmus_server.service", "isthmus_server.fleet"):  # who joins, and who may not
@@ -398,7 +408,10 @@ def start(
         with waiting:
             tenure = stack.enter_context(begin(state, standby=standby, tell=told))
         blobs = None if place is None else MirroredBlobs(place)
-        server = ControlPlaneServer(state, locked=True, connected=connected, mirror=blobs)
+        updates = None if store is None else StoredUpdates(store)
+        server = ControlPlaneServer(
+            state, locked=True, connected=connected, mirror=blobs, uploads=updates
+        )
         runner = JobRunner(server.link, state, observers, jobs, tenure.fence)
         stack.enter_context(contextlib.suppress(click.Abort))  # the queue is kept
         served = serve_queue(

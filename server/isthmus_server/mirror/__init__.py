@@ -1,1 +1,1 @@
-"""Mirrors: web servers where devices fetch blobs that the link would have to send each of them."""
+"""Mirrors and stores, which have blobs of devices besides the link: models, and updates."""

@@ -7,24 +7,27 @@ send and receive them, and nowhere else.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
-import io
 import logging
 import os
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import IO, TypeVar, cast
+from typing import IO, cast
 
 from isthmus.errors import UserError, cause_of
 from isthmus.printable import in_a_line
-from isthmus.transport.blobs import Broadcast, Buffer, InFile
-from isthmus.transport.mirrors import KEY_BYTES, keystream
+from isthmus.transport.blobs import Broadcast
+from isthmus.transport.encrypted_blobs import (
+    KEY_BYTES,
+    BlobReading,
+    BlobWithdrawn,
+    EncryptedBlob,
+)
 from isthmus.transport.requests import blobs_of
 from isthmus.wire import link_pb2
+from isthmus_server.mirror.own_threads import in_own_thread
 from isthmus_server.mirror.place import MirrorPlace
 
 LEAST_BYTES = 64 << 10
@@ -43,8 +46,6 @@ _CLOSE_SECONDS = 10.0
 """Longest time for removing everything when the server ends."""
 _AT_ONCE = 2
 """Blobs that are put there at the same time."""
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +95,9 @@ class MirroredBlobs:
         Raises:
             UserError: the mirror is another server's, or cannot be used.
         """
-        await _in_thread(lambda: self._place.claim(owner))
+        await in_own_thread(lambda: self._place.claim(owner))
         try:
-            left = list(await _in_thread(self._place.names))
+            left = list(await in_own_thread(self._place.names))
         except OSError as error:
             raise UserError(f"the mirror cannot be read: {cause_of(error)}") from None
         await self._remove_all(left)
@@ -165,11 +166,11 @@ class MirroredBlobs:
     async def _put(self, copy: _Copy) -> None:
         """Put a blob there; a failure is said in the log, once for a while."""
         async with self._room:
-            stream = cast(IO[bytes], _Encrypting(copy.reading, copy.key, copy.size))
+            stream = cast(IO[bytes], EncryptedBlob(copy.reading, copy.key, copy.size))
             try:
-                await _in_thread(lambda: self._place.put(copy.name, stream, copy.size))
+                await in_own_thread(lambda: self._place.put(copy.name, stream, copy.size))
                 copy.is_there = True
-            except _Withdrawn:
+            except BlobWithdrawn:
                 pass
             except Exception as error:  # noqa: BLE001 - libraries of stores may raise anything
                 self._give_up(in_a_line(str(error) or type(error).__name__))
@@ -185,7 +186,7 @@ class MirroredBlobs:
         why = ""
         try:  # in a thread, as a store's library may have to renew its credentials
             async with asyncio.timeout(self._put_seconds) as limit:
-                copy.address = await _in_thread(lambda: self._place.address(copy.name))
+                copy.address = await in_own_thread(lambda: self._place.address(copy.name))
             copy.signed_at = time.monotonic()
         except Exception as error:  # noqa: BLE001 - as in `_put`
             why = in_a_line(str(error) or type(error).__name__)
@@ -226,7 +227,7 @@ class MirroredBlobs:
                 self._place.remove(name)
 
         try:
-            await _in_thread(remove)
+            await in_own_thread(remove)
         except Exception as error:  # noqa: BLE001 - as in `_put`
             log.warning(
                 "a blob could not be removed from the mirror, which is tried again when the server "
@@ -256,7 +257,7 @@ class _Copy:
     size: int
     broadcast: Broadcast | None
     """What it is made of, until that is withdrawn."""
-    reading: _Reading
+    reading: BlobReading
     put: asyncio.Task[None] = dataclasses.field(init=False)
     is_there: bool = False
     address: str = ""
@@ -268,7 +269,7 @@ class _Copy:
     def of(cls, broadcast: Broadcast, put: Callable[[_Copy], Coroutine[None, None, None]]) -> _Copy:
         """Begin to make one."""
         payload = broadcast.payload
-        copy = cls(os.urandom(KEY_BYTES), len(payload), broadcast, _Reading(payload))
+        copy = cls(os.urandom(KEY_BYTES), len(payload), broadcast, BlobReading(payload))
         copy.put = asyncio.create_task(put(copy))
         return copy
 
@@ -276,91 +277,3 @@ class _Copy:
     def name(self) -> str:
         """At the mirror: says nothing of the blob to those who do not have the key."""
         return hashlib.sha256(self.key).hexdigest()
-
-
-class _Withdrawn(Exception):
-    """The link does not offer the blob any more: its memory may have another one."""
-
-
-class _Reading:
-    """Reads a blob in a thread until it is withdrawn."""
-
-    def __init__(self, payload: Buffer | InFile) -> None:
-        self._payload: Buffer | InFile | None = payload
-        self._lock = threading.Lock()
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Bytes of the blob.
-
-        Raises:
-            _Withdrawn: it may not be read any more.
-            OSError: its file cannot be read.
-        """
-        with self._lock:
-            if self._payload is None:
-                raise _Withdrawn
-            if isinstance(self._payload, InFile):
-                return self._payload.read(offset, size)
-            return bytes(self._payload[offset : offset + size])
-
-    def end(self) -> None:
-        """Read nothing more; returns when nothing is being read."""
-        with self._lock:
-            self._payload = None
-
-
-class _Encrypting(io.RawIOBase):
-    """A blob as it is at the mirror, read once from its beginning."""
-
-    _MOST_BYTES = 1 << 20
-    """Bytes that are read at a time, which `_Reading.end` may have to wait for."""
-
-    def __init__(self, reading: _Reading, key: bytes, size: int) -> None:
-        super().__init__()
-        self._reading = reading
-        self._keystream = keystream(key, 0)
-        self._size = size
-        self._at = 0
-
-    def readable(self) -> bool:
-        """Whether there are bytes to read."""
-        return True
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """The next bytes: as many as are wanted, if there are so many."""
-        left = self._size - self._at
-        wanted = left if size is None or size < 0 else min(size, left)
-        pieces = []
-        while wanted:
-            data = self._reading.read(self._at, min(wanted, self._MOST_BYTES))
-            pieces.append(self._keystream.update(data))
-            self._at += len(data)
-            wanted -= len(data)
-        return b"".join(pieces)
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Run something in a thread of its own, which does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: Sequence[T], error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(result[0])
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result: list[T] = []
-        error: BaseException | None = None
-        try:
-            result.append(work())
-        except BaseException as raised:  # noqa: BLE001 - it is raised where it is awaited
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(finish, result, error)
-
-    threading.Thread(target=run, name="mirror", daemon=True).start()
-    return await done

@@ -1,13 +1,13 @@
-"""The options of a server that name its mirror."""
+"""The options of a server that name its mirror, and its store of updates."""
 
 from __future__ import annotations
 
 import urllib.parse
 
 from isthmus.errors import UserError
-from isthmus_server.mirror.bucket import MirrorBucket
+from isthmus_server.mirror.bucket import MirrorBucket, UploadBucket
 from isthmus_server.mirror.folder import MirrorFolder
-from isthmus_server.mirror.place import MirrorPlace
+from isthmus_server.mirror.place import MirrorPlace, UploadStore
 
 
 def place_named(named: str, url: str | None) -> MirrorPlace:
@@ -34,6 +34,21 @@ def place_named(named: str, url: str | None) -> MirrorPlace:
             )
         return MirrorFolder(target, folder)
     return MirrorBucket(target, folder)
+
+
+def store_named(named: str) -> UploadStore:
+    """The store that an option names.
+
+    Args:
+        named: `--uploads`, such as `s3:bucket/updates`.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    kind, _, target = named.partition(":")
+    if not target or kind != "s3":
+        raise UserError(f"--uploads {named} does not name a store: write s3:BUCKET/PREFIX")
+    return UploadBucket(target)
 
 
 def checked_url(url: str) -> str:

@@ -14,6 +14,8 @@ NAME = re.compile(r"[0-9a-f]{64}")
 """Names of blobs at a mirror."""
 MARKER = "isthmus-mirror"
 """A file that says whose mirror this is: what is there besides is not deleted."""
+UPLOADS_MARKER = "isthmus-uploads"
+"""A file that says whose place for updates this is."""
 
 
 class MirrorPlace(Protocol):
@@ -41,4 +43,38 @@ class MirrorPlace(Protocol):
 
     def address(self, name: str) -> str:
         """Where devices get a file, `https://` and all; valid for hours."""
+        ...
+
+
+class UploadStore(Protocol):
+    """Has updates of devices. Calls come from several threads, and raise `OSError`, likewise.
+
+    `claim`, `names` and `remove` are as of `MirrorPlace`.
+    """
+
+    def claim(self, owner: str) -> None:
+        """Make it the place of a server."""
+        ...
+
+    def names(self) -> Iterable[str]:
+        """Names of the updates that are there."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Have no such file there."""
+        ...
+
+    def upload_address(self, name: str, size: int) -> str:
+        """Where a device puts a file of so many bytes by one PUT, `https://` and all.
+
+        It is valid for an hour.
+        """
+        ...
+
+    def open(self, name: str) -> tuple[IO[bytes], int]:
+        """A file from its beginning, and its size.
+
+        Raises:
+            FileNotFoundError: there is none of this name.
+        """
         ...

@@ -457,10 +457,12 @@ class BufferAttempt:
         check_update(trained, layout.nbytes)
         check_weight(trained.examples, training.examples)
         scale = settings.buffer.discount(staleness)
-        with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
-            update = StreamingUpdate(spool, self.total, layout, trained.examples, scale)
-            async with added(self._context.link, training.name, trained.result, update):
-                self._accept(training, trained, staleness)
+        link, name, blob = self._context.link, training.name, trained.result
+        async with link.stored(name, blob, self._context.spool) as stored:
+            with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
+                update = StreamingUpdate(spool, self.total, layout, trained.examples, scale)
+                async with added(link, name, blob, update, stored):
+                    self._accept(training, trained, staleness)
 
     def _accept(self, training: LocalTraining, trained: link_pb2.Trained, staleness: int) -> None:
         self._receipts.record(

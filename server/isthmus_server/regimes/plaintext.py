@@ -32,6 +32,7 @@ from isthmus_server.storage.records import Receipt
 from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:
+    from isthmus_server.mirror.stored_updates import ExpectedUpdate
     from isthmus_server.regimes.context import FederatedContext
     from isthmus_server.transport.link import Link
     from isthmus_server.transport.peer import Place
@@ -261,15 +262,16 @@ class WeightedMeanAggregator:
         if not encoded and (place := self._parts.place(name)) is not None:
             await self._add_there(place, name, trained.result, weight, accept, places)
             return
-        size = trained.result.size
-        async with places.place(name):
-            with UpdateSpool(self._context.spool, expected_bytes=size) as spool:
+        blob = trained.result
+        link = self._context.link
+        async with link.stored(name, blob, self._context.spool) as stored, places.place(name):
+            with UpdateSpool(self._context.spool, expected_bytes=blob.size) as spool:
                 if encoded:
-                    await self._context.link.fetch(name, trained.result, spool.write, spool.take)
+                    await link.fetch(name, blob, spool.write, spool.take, stored)
                     await to_the_end(self._add_decoded(spool, weight, accept))
                     return
                 update = StreamingUpdate(spool, self._total, layout, weight)
-                async with added(self._context.link, name, trained.result, update):
+                async with added(link, name, blob, update, stored):
                     accept()
 
     async def _add_there(
@@ -342,16 +344,22 @@ class WeightedMeanAggregator:
 
 @contextlib.asynccontextmanager
 async def added(
-    link: Link, name: str, blob: link_pb2.Blob, update: StreamingUpdate
+    link: Link,
+    name: str,
+    blob: link_pb2.Blob,
+    update: StreamingUpdate,
+    stored: ExpectedUpdate | None,
 ) -> AsyncIterator[None]:
     """Fetch an update into its sum; it stays there only if the block ends without an error.
+
+    `stored` is what is in the store of it, see `Link.stored`.
 
     Raises:
         ParticipantLost: the device was lost before the update was complete.
         UpdateError: the bytes are not the announced ones, or cannot be added.
     """
     try:
-        await link.fetch(name, blob, update.write, update.take)
+        await link.fetch(name, blob, update.write, update.take, stored)
         assert update.complete
         yield
     except BaseException:

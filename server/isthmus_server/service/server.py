@@ -20,6 +20,7 @@ from isthmus_server.fleet.joining import JoinService
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.remote_authority import RemoteMembers
 from isthmus_server.mirror.mirrored_blobs import MirroredBlobs
+from isthmus_server.mirror.stored_updates import StoredUpdates
 from isthmus_server.transport.balancer_port import MORE_FILES, BalancerPort, Network
 from isthmus_server.transport.check_ins import CheckIns
 from isthmus_server.transport.limits import Services
@@ -74,6 +75,7 @@ class ControlPlaneServer:
         locked: bool = False,
         connected: int | None = None,
         mirror: MirroredBlobs | None = None,
+        uploads: StoredUpdates | None = None,
     ) -> None:
         """Use the state directory that `authority.initialise` created.
 
@@ -84,6 +86,7 @@ class ControlPlaneServer:
             locked: this process has the lock of the directory already.
             connected: devices that stay connected; None for all.
             mirror: where devices may fetch blobs besides the link; None for nowhere.
+            uploads: where devices may put updates besides the link; None for nowhere.
 
         Raises:
             UserError: it contains no server.
@@ -100,6 +103,7 @@ class ControlPlaneServer:
         if connected is not None:
             self.link.check_ins = CheckIns(connected, MOST_CONNECTED)
         self.link.mirror = mirror
+        self.link.uploads = uploads
         self.one_port: OnePort | None = None
         """What accepts the connections of all, if there is one port for everything."""
         self._fair_link: OnePort | None = None
@@ -149,18 +153,18 @@ class ControlPlaneServer:
             if self.one_port is not None and balancer is not None:
                 self.balancer = BalancerPort(self.one_port, balancer.trusted)
                 self._balancer_at = (balancer.host, balancer.port)
-            async with self._mirroring(), self._open(host, port, services or {}):
+            async with self._stores(), self._open(host, port, services or {}):
                 yield
 
     @asynccontextmanager
-    async def _mirroring(self) -> AsyncIterator[None]:
-        """Have the mirror during the block, if there is one."""
-        if self.link.mirror is None:
-            yield
-            return
+    async def _stores(self) -> AsyncIterator[None]:
+        """Have the mirror and the store of updates during the block, if there are any."""
         # Of the authority, as what is restored from a backup, or a standby, is the same server.
         owner = tls.fingerprint(self.members.authority_certificate).hex()
-        async with self.link.mirror.running(owner):
+        async with contextlib.AsyncExitStack() as stack:
+            for each in (self.link.mirror, self.link.uploads):
+                if each is not None:
+                    await stack.enter_async_context(each.running(owner))
             yield
 
     @asynccontextmanager

@@ -17,6 +17,7 @@ from isthmus.transport.requests import blob_of, failure, model_of
 from isthmus.transport.shared_memory import Take
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
+from isthmus_server.mirror.stored_updates import ExpectedUpdate
 from isthmus_server.transport.enrolment import Enrolments
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import Peer
@@ -137,7 +138,12 @@ class InProcessLink(Link):
         return reply
 
     async def fetch(
-        self, name: str, blob: link_pb2.Blob, write: Write, take: Take | None = None
+        self,
+        name: str,
+        blob: link_pb2.Blob,
+        write: Write,
+        take: Take | None = None,
+        stored: ExpectedUpdate | None = None,
     ) -> None:
         """Copy a blob from a worker's result.
 

@@ -45,6 +45,7 @@ class LinkView(Link):
         self.aggregators = link.aggregators
         self.check_ins = link.check_ins
         self._blobs = BlobStore(link._blobs)
+        self.uploads = link.uploads
         self._ids = link._ids
         self._instance = link._instance
         self._admits = admits

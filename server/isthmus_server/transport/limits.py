@@ -74,7 +74,7 @@ REPLY_KINDS = {
 PARTICIPANT_MESSAGES = {"ping", "pull", "chunk", "reply", "progress", "renew", "leave"}
 """Messages that a participant may send after its hello."""
 MESSAGES_OF = {
-    link_pb2.CLIENT: PARTICIPANT_MESSAGES,
+    link_pb2.CLIENT: PARTICIPANT_MESSAGES | {"stored"},
     link_pb2.DATACENTER: PARTICIPANT_MESSAGES,
     link_pb2.AGGREGATOR: PARTICIPANT_MESSAGES | {"caller", "through", "hang_up", "passed"},
 }

@@ -14,22 +14,31 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import BinaryIO
 
 import grpc
 import grpc.aio
 
-from isthmus.errors import AdmissionRefused, ParticipantLost, UpdateError, UserError
+from isthmus.errors import (
+    AdmissionRefused,
+    ParticipantLost,
+    TransferStalled,
+    UpdateError,
+    UserError,
+)
 from isthmus.identity.tls import Subject, is_loopback, is_socket
 from isthmus.system.clocks import CLOCK_METADATA
 from isthmus.system.private_socket import private_socket
 from isthmus.transport.blobs import Buffer, InFile, Piece, Write
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.shared_memory import Take, machine
-from isthmus.transport.stream import Stream
+from isthmus.transport.stream import Stream, to_the_end
 from isthmus.transport.transfer_time import TransferTime
 from isthmus.wire import link_pb2
 from isthmus_server.mirror.mirrored_blobs import MirroredBlobs
+from isthmus_server.mirror.stored_updates import ExpectedUpdate, StoredUpdates
 from isthmus_server.transport.aggregators import Aggregators, ConnectedAggregator, DeviceChannel
 from isthmus_server.transport.blob_store import BlobStore
 from isthmus_server.transport.check_ins import CheckIns, in_words
@@ -111,6 +120,9 @@ class Link(AllTurns):
         self._machine = machine() if shares else ""
         self.shares_memory = bool(self._machine)
         self._blobs = BlobStore(machine=self._machine)
+        self.uploads: StoredUpdates | None = None
+        """Where devices may put updates besides the link, if anywhere; set before jobs have views
+        of this link."""
         self._instance = uuid.uuid4().hex[:12]
         self._ids = itertools.count(1)
         self._servers: list[grpc.aio.Server] = []
@@ -235,18 +247,61 @@ class Link(AllTurns):
         """
         return await Link.ask(self, name, request)
 
+    @contextlib.asynccontextmanager
+    async def stored(
+        self, name: str, blob: link_pb2.Blob, directory: Path
+    ) -> AsyncIterator[ExpectedUpdate | None]:
+        """Have a device put its plain update into the store; in the block `fetch` gets it there.
+
+        Args:
+            name: the device.
+            blob: the update.
+            directory: where it is to be received, in a file without a name.
+
+        Yields:
+            What is there, as the device says; None if the update is to be pulled.
+
+        Raises:
+            ParticipantLost: the device was lost before it said so.
+        """
+        peer = self._peer(name)
+        # An aggregator's devices are its own: it spares the server what a store would.
+        if self.uploads is None or not peer.stores or peer.place is not None:
+            yield None
+            return
+        async with self.uploads.expecting(name, blob, directory) as expected:
+            is_there = False
+            if expected is not None:
+                pause = TransferTime.LONGEST_PAUSE + self.lease_seconds
+                with contextlib.suppress(TransferStalled):
+                    is_there = await peer.store(expected.blob, pause=pause)
+            yield expected if is_there else None
+
     async def fetch(
-        self, name: str, blob: link_pb2.Blob, write: Write, take: Take | None = None
+        self,
+        name: str,
+        blob: link_pb2.Blob,
+        write: Write,
+        take: Take | None = None,
+        stored: ExpectedUpdate | None = None,
     ) -> None:
         """Pull a blob from a participant; `write` receives its pieces, possibly in threads.
 
-        A participant that shares its memory may have `take` receive it as a whole, in a thread.
+        A participant that shares its memory may have `take` receive it as a whole, in a thread;
+        so is what is `stored`, if it is the blob.
 
         Raises:
             ParticipantLost: it was lost before the blob was complete.
             TransferStalled: nothing of it came for `LONGEST_PAUSE` and a lease.
             UpdateError: it does not hold the blob, or the bytes do not match the SHA-256.
         """
+        if stored is not None and take is not None and self.uploads is not None:
+            file = await self.uploads.get(stored)
+            if file is not None:
+                if (peer := self.peers.get(name)) is not None:
+                    peer.received.add(blob.sha256, blob.size)
+                await to_the_end(_taken(take, file))
+                return
         if blob.size:
             # It may be without a stream for a lease, and then has as long as others.
             pause = TransferTime.LONGEST_PAUSE + self.lease_seconds
@@ -559,6 +614,8 @@ class Link(AllTurns):
                 if message.progress.HasField("fetched"):
                     peer.fetched = (message.progress.id, Fetched.of(message.progress.fetched))
                 self.listeners.progressed(peer.name, message.progress)
+        elif kind == "stored":
+            peer.add_stored(message.stored, size)
         elif kind == "renew":
             await stream.send(link_pb2.Envelope(renewed=await self._renewed(peer, message.renew)))
         elif kind == "leave":
@@ -607,6 +664,11 @@ class Link(AllTurns):
         receipt = link_pb2.Receipt(id=request_id, reason=_REQUEST_ENDED)
         peer.outbox.append(link_pb2.Envelope(receipt=receipt).SerializeToString())
         await stream.send_quietly(peer.outbox[-1])
+
+
+async def _taken(take: Take, file: BinaryIO) -> None:
+    """Have a file taken in a thread."""
+    await asyncio.to_thread(take, file)
 
 
 def _gone(peer: Peer) -> str:

@@ -105,6 +105,16 @@ class Fetch:
             pass
 
 
+@dataclasses.dataclass
+class Storing:
+    """A blob that a participant was asked to put into the store."""
+
+    blob: link_pb2.Blob
+    done: asyncio.Future[bool]
+    sent: int = 0
+    """Bytes that it has sent there, as it says."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Fetched:
     """How much of the files that a model starts from a participant has, as it says."""
@@ -175,6 +185,8 @@ class Peer:
         self.role = hello.role
         self.instance = hello.instance
         self.software = hello.software
+        self.stores = hello.stores
+        """Whether it answers when it is asked to put a result into the store."""
         self.stream: Stream | None = None
         self.serving: asyncio.Task[None] | None = None
         """The task that serves the stream."""
@@ -203,6 +215,10 @@ class Peer:
         """Receipts and cancellations, oldest first; sent again on every new stream."""
         self.fetches: dict[bytes, Fetch] = {}
         """Blobs that are being received from it, by SHA-256."""
+        self.storing: dict[bytes, Storing] = {}
+        """Blobs that it was asked to put into the store, by SHA-256."""
+        self.stored_last = (b"", 0)
+        """SHA-256 of the last of them, and how many bytes it said to have sent."""
         self.abandoned: dict[bytes, int] = {}
         """Bytes that may still arrive of blobs whose transfer was given up, by SHA-256."""
         self.transfers: dict[bytes, asyncio.Task[None]] = {}
@@ -246,6 +262,9 @@ class Peer:
             fetch.take = None
             pull = link_pb2.Pull(sha256=sha256, offset=fetch.assembly.offset)
             await stream.send(self._counted(sha256, pull=pull))
+        for sha256, storing in list(self.storing.items()):
+            store = link_pb2.Store(blob=storing.blob)
+            await stream.send(self._counted(sha256, store=store))
 
     def _counted(self, key: bytes, **body: Any) -> bytes:
         """The message with this body, serialised, whose bytes are charged to the key."""
@@ -290,7 +309,7 @@ class Peer:
                 # Not awaited: one that does not read would keep it for ever.
                 message = self._counted(blob.sha256, pull=pull)
                 self.stream.spawn(self.stream.send_quietly(message))
-            with self._given_up_if_still(fetch, pause):
+            with self._given_up_if_still(done, pause):
                 await done
         finally:
             self.fetches.pop(blob.sha256, None)
@@ -298,8 +317,56 @@ class Peer:
                 self._abandon(fetch.assembly)
             await to_the_end(fetch.idle())
 
+    async def store(self, blob: link_pb2.Blob, *, pause: float) -> bool:
+        """Have it put a blob into the store.
+
+        Args:
+            blob: what it has, with the address and the key for it.
+            pause: seconds after which it is given up if it says nothing new of it.
+
+        Returns:
+            Whether the blob is there, as it says.
+
+        Raises:
+            ParticipantLost: it was lost before.
+            TransferStalled: it was given up.
+        """
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        storing = self.storing[blob.sha256] = Storing(blob, done)
+        self.transfer_time.begin(time.monotonic())
+        try:
+            if self.stream is not None:
+                message = self._counted(blob.sha256, store=link_pb2.Store(blob=blob))
+                self.stream.spawn(self.stream.send_quietly(message))
+            with self._given_up_if_still(done, pause):
+                return await done
+        finally:
+            self.storing.pop(blob.sha256, None)
+            self.stored_last = (blob.sha256, storing.sent)
+
+    def add_stored(self, stored: link_pb2.Stored, size: int) -> None:
+        """Note how much of a blob it has put into the store; what was not asked for is dropped.
+
+        Args:
+            stored: what it says.
+            size: bytes of the message.
+        """
+        storing = self.storing.get(stored.sha256)
+        if storing is None or storing.done.done():
+            return
+        self.messages_received.add(bytes(stored.sha256), size)
+        sent = storing.blob.size if stored.complete else min(stored.bytes, storing.blob.size)
+        if sent > storing.sent:
+            # What moves there takes as long as on the link, and no longer than all of it.
+            self.transfer_time.add(sent - storing.sent, time.monotonic())
+            storing.sent = sent
+        if stored.complete or stored.declined:
+            storing.done.set_result(stored.complete)
+
     @contextlib.contextmanager
-    def _given_up_if_still(self, fetch: Fetch, pause: float) -> Iterator[None]:
+    def _given_up_if_still(
+        self, done: asyncio.Future[None] | asyncio.Future[bool], pause: float
+    ) -> Iterator[None]:
         """Fail a transfer in the block when nothing has come of this participant for a pause.
 
         Looks are counted and not seconds, so that one of them passes while this process is stopped.
@@ -311,7 +378,7 @@ class Peer:
 
         def look() -> None:
             nonlocal still, before, handle
-            if fetch.done.done():
+            if done.done():
                 return
             now = self._arrived
             # What is being written has come. Without a stream it goes on: otherwise one that comes
@@ -321,7 +388,7 @@ class Peer:
             before = now
             if still >= LOOKS:
                 why = f"nothing of its result came for {pause:g} s"
-                fetch.done.set_exception(TransferStalled(why))
+                done.set_exception(TransferStalled(why))
                 return
             handle = loop.call_later(pause / LOOKS, look)
 
@@ -337,7 +404,8 @@ class Peer:
 
         Of any: a slow link has them one after the other.
         """
-        return sum(each.assembly.offset for each in self.fetches.values())
+        stored = sum(each.sent for each in self.storing.values())
+        return stored + sum(each.assembly.offset for each in self.fetches.values())
 
     def _abandon(self, assembly: Assembly) -> None:
         """Expect the rest of a blob that is not wanted any more, until its sender knows that."""
@@ -373,7 +441,9 @@ class Peer:
                 await self.stream.send_quietly(self._counted(chunk.sha256, pull=pull))
             return
         self.received.add(bytes(chunk.sha256), len(chunk.data))
-        again = min(len(chunk.data), max(0, fetch.assembly.offset - chunk.offset))
+        about, stored = self.stored_last
+        known = max(fetch.assembly.offset, stored if about == chunk.sha256 else 0)
+        again = min(len(chunk.data), max(0, known - chunk.offset))
         self.transfer_time.add(len(chunk.data), time.monotonic(), again=again)
         self.messages_received.add(bytes(chunk.sha256), size - len(chunk.data))
         if not chunk.absent:
@@ -393,10 +463,9 @@ class Peer:
     def fail_pending(self, reason: str) -> None:
         """Fail all requests and transfers that wait for this participant."""
         error = ParticipantLost(reason)
-        waiting: list[asyncio.Future[link_pb2.Reply] | asyncio.Future[None]] = [
-            future for _, future in self.pending.values()
-        ]
+        waiting: list[asyncio.Future[Any]] = [future for _, future in self.pending.values()]
         waiting += [fetch.done for fetch in self.fetches.values()]
+        waiting += [storing.done for storing in self.storing.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)

@@ -7,7 +7,8 @@ from tests.static_https import static_https
 from isthmus.errors import UserError
 from isthmus.transport.blob_sources import Filling
 from isthmus.transport.blobs import Assembly, describe, into
-from isthmus.transport.mirrors import KEY_BYTES, MirrorSources, keystream
+from isthmus.transport.encrypted_blobs import KEY_BYTES, keystream
+from isthmus.transport.mirrors import MirrorSources
 
 SIZE = 3_000_017
 KEY = bytes(range(KEY_BYTES))

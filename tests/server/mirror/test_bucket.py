@@ -1,11 +1,9 @@
 """A mirror in a store that speaks the protocol of S3."""
 
-import threading
-
 import pytest
+from tests.s3_server import s3_server
 from tests.server.mirror.test_mirrored_blobs import Offered, asked
 from tests.server.scripted_participant import payload_of
-from tests.static_https import new_certificate
 
 from isthmus.errors import UserError
 from isthmus.transport.blob_sources import Filling
@@ -16,7 +14,7 @@ from isthmus_server.mirror.options import place_named
 from isthmus_server.mirror.place import MARKER
 
 pytest.importorskip("moto", reason="moto is not installed; pip install 'moto[s3,server]'")
-boto3 = pytest.importorskip("boto3", reason="boto3 is not installed; pip install boto3")
+pytest.importorskip("boto3", reason="boto3 is not installed; pip install boto3")
 LARGE = 9 << 20
 """More than is sent in one part."""
 
@@ -24,35 +22,10 @@ LARGE = 9 << 20
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """A client of an S3-compatible server over HTTPS, with an empty bucket."""
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import make_server
-
-    certificate, key = new_certificate(tmp_path / "s3-keys")
-    app = DomainDispatcherApplication(create_backend_app)
-    server = make_server(
-        "127.0.0.1", 0, app, threaded=True, ssl_context=(str(certificate), str(key))
-    )
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    for name, value in {
-        "SSL_CERT_FILE": str(certificate),
-        "AWS_CA_BUNDLE": str(certificate),
-        "AWS_ENDPOINT_URL": f"https://127.0.0.1:{server.port}",
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="models")
-    yield client
-    for item in client.list_objects_v2(Bucket="models").get("Contents", ()):
-        client.delete_object(Bucket="models", Key=item["Key"])
-    client.delete_bucket(Bucket="models")
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with s3_server(tmp_path / "s3-keys") as served:
+        for name, value in served.environment.items():
+            monkeypatch.setenv(name, value)
+        yield served.client
 
 
 def names(store):

@@ -10,7 +10,7 @@ from tests.server.scripted_participant import payload_of
 from tests.server.waiting import wait_until
 
 from isthmus.transport.blobs import Broadcast, InFile, describe
-from isthmus.transport.mirrors import keystream
+from isthmus.transport.encrypted_blobs import keystream
 from isthmus.wire import link_pb2
 from isthmus_server.mirror.folder import MirrorFolder
 from isthmus_server.mirror.mirrored_blobs import LEAST_BYTES, MirroredBlobs

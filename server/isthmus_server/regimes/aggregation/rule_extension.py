@@ -148,9 +148,11 @@ class RuleAggregator:
         places: UploadPlaces,
     ) -> None:
         """Fetch an update and give it to the rule; see `Aggregator.add`."""
-        async with places.place(name):
-            with UpdateSpool(self._context.spool, expected_bytes=trained.result.size) as spool:
-                await self._context.link.fetch(name, trained.result, spool.write, spool.take)
+        blob = trained.result
+        link = self._context.link
+        async with link.stored(name, blob, self._context.spool) as stored, places.place(name):
+            with UpdateSpool(self._context.spool, expected_bytes=blob.size) as spool:
+                await link.fetch(name, blob, spool.write, spool.take, stored)
                 await to_the_end(self._add(name, trained.examples, spool, accept))
 
     async def _add(
