@@ -213,7 +213,8 @@ class _Layer:
     def one_for_each(self, given: torch.Tensor, batch: _Batch) -> torch.Tensor:
         """The input with one row for each example; an embedding may have the same for all."""
         without = given.ndim == 0 or len(given) != batch.size
-        if self._without_examples is None:
+        if self._without_examples is None and (without or batch.size > 1):
+            # One row for a single example says nothing: there may be one row for several, too.
             self._without_examples = without
         if not self._without_examples and not without:
             return given

@@ -95,6 +95,19 @@ class Positions(nn.Module):
 
 class Looped(nn.Module):
     """The same layers twice, and a weight in three places."""
+class SharedPlaces(nn.Module):
+    """Positions as transformers have them: one row (1, T) for all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.places = nn.Embedding(6, 8)
+
+    def forward(self, words):
+        places = torch.arange(words.shape[1]).unsqueeze(0)
+        return self.head(self.words(words) + self.places(places))
+
+
 
     def __init__(self):
         super().__init__()
@@ -245,6 +258,7 @@ TASKS = {
     "looped": lambda: Words(Looped),
 }
 
+    "shared positions": lambda: Words(SharedPlaces),
 
 @pytest.mark.parametrize("clip", [0.05, 1e6])
 @pytest.mark.parametrize("name", TASKS)
