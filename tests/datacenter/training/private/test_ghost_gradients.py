@@ -1,8 +1,10 @@
 """Ghost clipping sums the same clipped gradients as batches of one, or refuses the model."""
 
 import math
+import random
 import secrets
 
+import numpy as np
 import pytest
 import torch
 from tests.datacenter.task_models import Decoder
@@ -362,6 +364,131 @@ def test_a_guard_that_looks_at_the_batch_is_refused(kind):
 
 def dropping(task):
     """(rows, sum): gets the step's sum of some rows of a model with dropout."""
+class Rounded(torch.autograd.Function):
+    """Rounds a weight, and lets its gradient through."""
+
+    @staticmethod
+    def forward(context, weight):
+        return (weight * 16).round() / 16
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
+
+
+def unseen(values, weight):
+    with torch._C.DisableTorchFunction():
+        return nn.functional.linear(values, weight)
+
+
+class SeldomOutside(nn.Module):
+    """Uses the weight of its layer without the layer in a way, for large values only."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, values):
+        large = values.abs().amax(1, keepdim=True) > 10
+        hidden = self.inner(values)
+        if large.any():
+            hidden = hidden + 20 * torch.where(large, self.way(values, self.inner.weight), 0)
+        return self.head(hidden / 20)
+
+
+class Mode(nn.Module):
+    """Multiplies by its factor and by what is set for the time of a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(6))
+        self.more = 1.0
+
+    def forward(self, values):
+        return values * self.factor * self.more
+
+
+class SeldomInMode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mode, self.head = Mode(), nn.Linear(6, 3)
+
+    def forward(self, values):
+        self.mode.more = torch.where(values.abs().amax(1, keepdim=True) > 10, 300.0, 1.0)
+        hidden = self.mode(values)
+        self.mode.more = 1.0
+        return self.head(hidden)
+
+
+class Depth(nn.Module):
+    """Leaves its factor out at times, by random numbers of Python or NumPy."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.factor = nn.Parameter(torch.ones(6))
+
+    def forward(self, values):
+        return values if self.training and self.draw() else values + self.factor * values
+
+
+def seldom_hooked():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+
+    def more(layer, given, output):
+        return output * torch.where(given[0].abs().amax(1, keepdim=True) > 10, 300.0, 1.0)
+
+    model[0].register_forward_hook(more)
+    return model
+
+
+def seldom_replaced():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    layer = model[0]
+
+    def forward(values):
+        large = torch.where(values.abs().amax(1, keepdim=True) > 10, 300.0, 1.0)
+        return nn.functional.linear(values, layer.weight, layer.bias) * large
+
+    layer.forward = forward
+    return model
+
+
+SELDOM = {
+    "operation": lambda: SeldomOutside(lambda values, weight: values @ Rounded.apply(weight).T),
+    "function that no mode sees": lambda: SeldomOutside(unseen),
+    "torch.func": lambda: SeldomOutside(
+        lambda values, weight: torch.func.vmap(lambda row: weight @ row)(values)
+    ),
+    "attribute": SeldomInMode,
+    "hook": seldom_hooked,
+    "forward of the object": seldom_replaced,
+    "random numbers of Python": lambda: nn.Sequential(
+        Depth(lambda: random.random() < 0.5), nn.Linear(6, 3)
+    ),
+    "random numbers of NumPy": lambda: nn.Sequential(
+        Depth(lambda: np.random.rand() < 0.5), nn.Linear(6, 3)
+    ),
+}
+
+
+def sums_of_some(model, data, times):
+    for _ in range(times):
+        ghost_sum(Table({}), model(), data, 0.3)
+
+
+@pytest.mark.parametrize("name", SELDOM)
+def test_norms_that_are_wrong_for_few_examples_only_are_refused(name):
+    """No example that is compared leads there, and one that does would add many times the bound."""
+    torch.manual_seed(1)
+    random.seed(1)
+    inputs, target = Table({}).rows(9, seed=3).tensors
+    inputs[8] = 50.0
+    with pytest.raises(TaskError, match=r"clipping = 'per_example'"):
+        sums_of_some(SELDOM[name], TensorDataset(inputs, target), 20)
+
+
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 3))
     steps = forward_backward(task, model, clip=0.3)
