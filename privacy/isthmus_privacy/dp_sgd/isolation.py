@@ -33,6 +33,8 @@ _SUMMARY = 1 << 12
 """Elements of a tensor that are kept as they are, see `summarised`."""
 _OUTLIERS = (-1e3, 1e6)
 """Factors of other examples' values: a share of one part in a thousand million is then seen."""
+_WHOLE_OUTLIERS = (-(1 << 10), 1 << 15)
+"""What other examples' integers are replaced by: few enough for a table that is as long."""
 _NOT_FINITE = (math.nan,)
 """Factors of other examples' values, for what is done with a batch in which a number is missing."""
 
@@ -113,6 +115,20 @@ def _is_measured(values: torch.Tensor) -> bool:
     Whole numbers may be places in a table, and one that is not there would end a process on an
     accelerator; on a processor it is an error, which is passed over.
     """
+        if rows[0].device.type == "cpu":
+            for index, each in enumerate(rows):
+                if _is_whole(each):
+                    for outlier in _WHOLE_OUTLIERS:
+                        limits = torch.iinfo(each.dtype)
+                        values = [row[others] for row in rows]
+                        # One at a time: with the wrong class of an example its value is not tried.
+                        values[index].fill_(min(max(outlier, limits.min), limits.max))
+                        yield with_others(values)
+
+
+def _is_whole(values: torch.Tensor) -> bool:
+    """Whether it has integers."""
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
     if not values.is_floating_point():
         return False
     return values.device.type == "cpu" or bool((values != values.round()).any())

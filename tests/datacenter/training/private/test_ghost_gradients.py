@@ -95,8 +95,6 @@ class Positions(nn.Module):
         return self.head(self.words(words) + self.places)
 
 
-class Looped(nn.Module):
-    """The same layers twice, and a weight in three places."""
 class SharedPlaces(nn.Module):
     """Positions as transformers have them: one row (1, T) for all examples."""
 
@@ -110,6 +108,8 @@ class SharedPlaces(nn.Module):
         return self.head(self.words(words) + self.places(places))
 
 
+class Looped(nn.Module):
+    """The same layers twice, and a weight in three places."""
 
     def __init__(self):
         super().__init__()
@@ -258,9 +258,9 @@ TASKS = {
         embedded(nn.Unflatten(2, (2, 4)), nn.Linear(4, 4), nn.Flatten(2))
     ),
     "looped": lambda: Words(Looped),
+    "shared positions": lambda: Words(SharedPlaces),
 }
 
-    "shared positions": lambda: Words(SharedPlaces),
 
 @pytest.mark.parametrize("clip", [0.05, 1e6])
 @pytest.mark.parametrize("name", TASKS)
@@ -349,21 +349,21 @@ class Guard(nn.Module):
     """Scales a whole batch down if one number in it is large."""
 
     def forward(self, values):
+        values = values.float()
         largest = values.abs().max()
         return torch.nan_to_num(values / largest if largest > 1000 else values)
 
 
-@pytest.mark.parametrize("kind", ["fractions", "whole numbers"])
+@pytest.mark.parametrize("kind", ["fractions", "whole numbers", "integers"])
 def test_a_guard_that_looks_at_the_batch_is_refused(kind):
     """It is met by an outlier only, which no example of a check may be."""
     inputs = torch.arange(24.0).view(4, 6) % 9 + (0.5 if kind == "fractions" else 0)
+    inputs = inputs.long() if kind == "integers" else inputs
     data = TensorDataset(inputs, torch.arange(4) % 3)
     with pytest.raises(TaskError, match="changes with the other examples of its batch"):
         ghost_sum(Table({}), nn.Sequential(Guard(), nn.Linear(6, 3)), data, 0.3)
 
 
-def dropping(task):
-    """(rows, sum): gets the step's sum of some rows of a model with dropout."""
 class Rounded(torch.autograd.Function):
     """Rounds a weight, and lets its gradient through."""
 
@@ -489,6 +489,8 @@ def test_norms_that_are_wrong_for_few_examples_only_are_refused(name):
         sums_of_some(SELDOM[name], TensorDataset(inputs, target), 20)
 
 
+def dropping(task):
+    """(rows, sum): gets the step's sum of some rows of a model with dropout."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 3))
     steps = forward_backward(task, model, clip=0.3)
