@@ -1,9 +1,12 @@
 """Gradients of single examples: those of batches of one, clipped, whatever the model does."""
 
 import dataclasses
+import random
+import secrets
 from collections import UserDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.datacenter.tasks import Masked, Table
@@ -14,6 +17,7 @@ from isthmus.errors import TaskError
 from isthmus.task.scoring import losses
 from isthmus_privacy.dp_sgd.examples import SampledExamples
 from isthmus_privacy.dp_sgd.gradients import ExampleGradients, clipped_sum
+from isthmus_privacy.dp_sgd.isolation import secret_numbers, seed_secretly
 
 
 class Tied(Table):
@@ -215,3 +219,25 @@ def test_examples_with_other_keys_are_not_one_group(kind):
     names = [[name for name, value in first.items() if value is not None] for first in firsts]
     assert names == [["even"], ["odd"]]
     assert [len(each) for each in groups] == [2, 2]
+def numbers_of(secret):
+    """What all generators draw, PyTorch's those of more than one block, too."""
+    seed_secretly(torch.device("cpu"), secret)
+    of_others = torch.tensor([random.random(), float(np.random.rand())])
+    return torch.cat([of_others, torch.rand(1000), torch.randn(3)])
+
+
+def test_no_generator_has_a_seed_that_one_could_try(monkeypatch):
+    """That of PyTorch has 32 bits on processors, and so has NumPy's."""
+    first = numbers_of(5)
+    assert torch.equal(first, numbers_of(5))
+    for other in (5 + 2**32, 5 + 2**64, 5 + 2**255):
+        assert not (first == numbers_of(other)).any()
+    bits = []
+    monkeypatch.setattr(secrets, "randbits", lambda count: bits.append(count) or 7)
+    with secret_numbers(torch.device("cpu")):
+        drawn = torch.rand(100_000)
+    assert bits == [256]
+    assert abs(float(drawn.mean()) - 0.5) < 0.006  # six deviations
+    assert abs(float(drawn.var()) * 12 - 1) < 0.02
+
+
