@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import hashlib
@@ -33,11 +34,15 @@ _PLAIN = (
     str,
     bytes,
     type(None),
-    enum.Enum,
     torch.dtype,
     torch.device,
 )
-"""Types of what cannot change, and whose values are equal if they look the same."""
+"""Types of what cannot change, and whose values are equal if they look the same.
+
+A class that is made from one of them may have attributes, and look as it likes.
+"""
+
+_GONE = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +155,9 @@ class SampledExamples:
             row = self._dataset[index]
         with user_code("collate()"):
             batch = self._task.collate([row])
-        return map_tensors(torch.clone, batch, _checked_other)
+        copied = map_tensors(torch.clone, batch, _checked_other)
+        _check_attributes(batch, copied)
+        return copied
 
     def _check_repeats(self) -> None:
         """Read the first example again, after whatever was read since."""
@@ -180,13 +187,78 @@ def _checked_other(leaf: object) -> object:
     Raises:
         TaskError: it may hold data that depend on other examples, which nothing would compare.
     """
-    if not isinstance(leaf, _PLAIN):
+    if not _is_plain(leaf):
         raise TaskError(
             f"a batch of one example has a {type(leaf).__module__}.{type(leaf).__qualname__}, "
             "which is not compared when the example is read again; with differential privacy of "
             "examples return tensors, numbers or text from the dataset or collate()"
         )
     return leaf
+
+
+def _is_plain(value: object) -> bool:
+    kind = type(value)
+    # Numbers and text of NumPy are made from those of Python, and have no attributes.
+    of_numpy = kind.__module__ == "numpy" and isinstance(value, _PLAIN)
+    return kind in _PLAIN or of_numpy or isinstance(value, enum.Enum)
+
+
+def _check_attributes(before: Any, after: Any) -> None:
+    """Refuse a batch in which something has attributes that `map_tensors` does not follow.
+
+    A group has the structure of its first example: its attributes would be those of all others.
+
+    Args:
+        before: a batch of one example.
+        after: its copy by `map_tensors`. What a tokenizer keeps of the text in a `BatchEncoding` is
+            removed from it.
+
+    Raises:
+        TaskError: with the attribute.
+    """
+    inner: list[tuple[Any, Any]] = []
+    lost: list[str] = []
+    if isinstance(before, torch.Tensor):
+        return
+    if isinstance(before, Mapping):
+        inner = [(before[key], each) for key, each in after.items()]
+        if "_encodings" in _attributes(after):
+            after._encodings = None
+        kept = _attributes(after)
+        lost = [name for name in _attributes(before) if name not in kept]
+        lost += [
+            name
+            for name, each in kept.items()
+            if not _is_plain(each) and (name not in after or after[name] is not each)
+        ]
+    elif isinstance(before, list | tuple):
+        inner = list(zip(before, after, strict=True))
+        lost = list(_attributes(before))
+    elif dataclasses.is_dataclass(before) and not isinstance(before, type):
+        fields = {field.name: field.init for field in dataclasses.fields(before)}
+        inner = [(getattr(before, name), getattr(after, name)) for name in fields if fields[name]]
+        # The others are computed anew from these, or are gone.
+        for name in {**fields, **_attributes(before)}:
+            found = getattr(after, name, _GONE)
+            if not fields.get(name) and not _is_same(getattr(before, name, _GONE), found):
+                lost.append(name)
+    if lost:
+        raise TaskError(
+            f"a batch of one example has a {type(before).__module__}.{type(before).__qualname__} "
+            f"with the attribute {lost[0]!r}, and a group of examples would have that of its first "
+            "one; with differential privacy of examples have all that depends on an example among "
+            "the keys, items or fields of a batch"
+        )
+    for one, other in inner:
+        _check_attributes(one, other)
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """What an object keeps besides its items; a `UserDict` has these in `data`."""
+    kept = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, collections.UserDict):
+        kept.pop("data", None)
+    return kept
 
 
 def _shapes(value: Any) -> str:
@@ -206,26 +278,42 @@ def _shapes(value: Any) -> str:
             )
         return f"{tuple(value.shape)} {value.dtype}"
     if isinstance(value, Mapping):
-        inner = [(repr(key), _shapes(each)) for key, each in value.items()]
+        inner = [(_text(key), _shapes(each)) for key, each in value.items()]
+        attributes = _attributes(value)
+        inner += [(name, _text(each)) for name, each in attributes.items() if _is_plain(each)]
     elif isinstance(value, list | tuple):
         inner = [("", _shapes(each)) for each in value]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
         inner = [(name, _shapes(getattr(value, name))) for name in names]
     else:
-        return repr(value)
+        return _text(value)
     return f"{type(value)} {inner}"
+
+
+def _text(value: object) -> str:
+    """Equal for what is no tensor and the same."""
+    return f"{type(value)} {value._name_ if isinstance(value, enum.Enum) else repr(value)}"
 
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two batches of one example have the same bits."""
-    leaves: list[list[object]] = [[], []]
-    for each, found in zip((one, other), leaves, strict=True):
-        map_tensors(found.append, each, found.append)
+    leaves = _leaves(one), _leaves(other)
     return len(leaves[0]) == len(leaves[1]) and all(map(_is_same_leaf, *leaves))
+
+
+def _leaves(value: Any) -> list[object]:
+    found: list[object] = []
+
+    def note(each: object) -> object:
+        found.append(each)
+        return each
+
+    map_tensors(note, value, note)
+    return found
 
 
 def _is_same_leaf(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and same_bits(one, other)
-    return type(one) is type(other) and repr(one) == repr(other)
+    return _text(one) == _text(other)

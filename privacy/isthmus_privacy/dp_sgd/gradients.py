@@ -82,6 +82,7 @@ class ExampleGradients:
         Raises:
             TaskError: it does, or the model or the loss failed.
         """
+        self._check_hooks()
         state = KeptState(self._task, self._model, closely=True)
         with state.explaining():
             self._check_reference(group)
@@ -113,6 +114,7 @@ class ExampleGradients:
             TaskError: see `add_to`; or one example changes the gradients of others.
         """
         compared = compares(self._steps)
+        self._check_hooks()
         state = KeptState(self._task, self._model, closely=compared)
         with state.explaining(), secret_numbers(device):
             before = self._before(groups) if compared else None
@@ -230,16 +232,62 @@ class ExampleGradients:
                     self._called, swapped, (inputs, target), tie_weights=False
                 )
             outputs = [each.detach() for each in tensors_of(output)] if with_outputs else []
-            return mean, (mean.detach(), outputs)
+            return mean, (mean, outputs)
 
         axes = (None, *(0 for _ in group.tensors))
         gradients = vmap(grad(loss, has_aux=True), in_dims=axes, randomness="different")
 
         def computed(*rows: torch.Tensor) -> Any:
-            with user_code("the gradient of single examples (torch.func.vmap)"):
-                return gradients(trained, *rows)
+            # With gradients outside of `grad`, too: those of parameters that were not swapped.
+            with (
+                torch.enable_grad(),
+                user_code("the gradient of single examples (torch.func.vmap)"),
+            ):
+                found, (losses, outputs) = gradients(trained, *rows)
+            self._check_swapped(losses)
+            alone = {name: each.detach() for name, each in found.items()}
+            return alone, (losses.detach(), outputs)
 
         return computed
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks of parameters: no gradient is accumulated in these, so none is called.
+
+        Raises:
+            TaskError: a parameter has one.
+        """
+        for name, each in self.trained().items():
+            if each._backward_hooks or each._post_accumulate_grad_hooks:
+                raise TaskError(
+                    f"parameter {name!r} has a hook on its gradient, which is not called where "
+                    "each example has a gradient of its own; remove the hook, freeze what should "
+                    "not be trained, and change gradients in the optimizer"
+                )
+
+    def _check_swapped(self, losses: torch.Tensor) -> None:
+        """Refuse losses in which a parameter has a part that no example's gradient has.
+
+        `functional_call` replaces the parameters of modules. Another reference to one, as in a list
+        that model() has made of them or in a layer that is no submodule, it does not know.
+
+        Args:
+            losses: of all examples, with their graph.
+
+        Raises:
+            TaskError: they have a gradient at a parameter itself.
+        """
+        if not losses.requires_grad:
+            return
+        trained = self.trained()
+        found = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
+        for name, gradient in zip(trained, found, strict=True):
+            if gradient is not None:
+                raise TaskError(
+                    f"parameter {name!r} is used by another way than as an attribute of the "
+                    "model's modules, such as in a list of parameters or in a layer that is no "
+                    "submodule, where each example's gradient would lack a part; get it from its "
+                    "module in forward() or loss(), as model.layer.weight"
+                )
 
     def zeros(self, device: Any) -> torch.Tensor:
         """A sum (N) of nothing, in float64: see `clipped_sum`."""

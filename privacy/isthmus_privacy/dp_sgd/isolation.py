@@ -32,8 +32,18 @@ _SUMMARY = 1 << 12
 """Elements of a tensor that are kept as they are, see `summarised`."""
 _OUTLIERS = (-1e3, 1e6)
 """Factors of other examples' values: a share of one part in a thousand million is then seen."""
+_WHOLE_OUTLIERS = (-(1 << 10), 1 << 15)
+"""What other examples' integers are replaced by: few enough for a table that is as long."""
 _NOT_FINITE = (math.nan,)
 """Factors of other examples' values, for what is done with a batch in which a number is missing."""
+
+_SECRET_BYTES = 32
+"""Of what the numbers of a step follow from, so that nobody can try all possible ones."""
+_TWISTER_WORDS = 624
+"""Words of 32 bits that are the state of a Mersenne Twister."""
+_TWISTER_OFFSET = 24
+"""Bytes before them in the state of PyTorch's generator, where each takes 8."""
+_TORCH_STATE_BYTES = 5056
 
 Observed = Mapping[str, torch.Tensor]
 """What was computed for one example, by what it is."""
@@ -102,6 +112,20 @@ def replaced(
                         for each in rows
                     ]
                 )
+        if rows[0].device.type == "cpu":
+            for index, each in enumerate(rows):
+                if _is_whole(each):
+                    for outlier in _WHOLE_OUTLIERS:
+                        limits = torch.iinfo(each.dtype)
+                        values = [row[others] for row in rows]
+                        # One at a time: with the wrong class of an example its value is not tried.
+                        values[index].fill_(min(max(outlier, limits.min), limits.max))
+                        yield with_others(values)
+
+
+def _is_whole(values: torch.Tensor) -> bool:
+    """Whether it has integers."""
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
 def _is_measured(values: torch.Tensor) -> bool:
@@ -225,6 +249,31 @@ def seed_generators(device: torch.device, seed: int) -> None:
     HostGenerators.seed(seed)
 
 
+def seed_secretly(device: torch.device, secret: int) -> None:
+    """Seed all generators, as `seed_generators` does, with a secret of 256 bits.
+
+    PyTorch's generator of the processor, and NumPy's, have a seed of 32 bits only, all of which one
+    could try. So all of their state follows from the secret.
+
+    Raises:
+        TaskError: this version of PyTorch has another state.
+    """
+    seed_generators(device, secret % 2**64)
+    HostGenerators.seed(secret)
+    octets = secret.to_bytes(_SECRET_BYTES)
+    words = hashlib.shake_256(octets).digest(4 * _TWISTER_WORDS)
+    state = torch.get_rng_state()
+    if len(state) != _TORCH_STATE_BYTES:
+        raise TaskError(
+            "differential privacy of examples does not know how this version of PyTorch keeps its "
+            "random numbers; use a version that is tested with this one of Isthmus"
+        )
+    end = _TWISTER_OFFSET + 8 * _TWISTER_WORDS
+    kept = state[_TWISTER_OFFSET:end].view(torch.int64)
+    kept.copy_(torch.frombuffer(bytearray(words), dtype=torch.int32).long() & 0xFFFFFFFF)
+    torch.set_rng_state(state)
+
+
 @contextlib.contextmanager
 def secret_numbers(device: torch.device) -> Iterator[None]:
     """Within it, what code draws is known to nobody, and was never drawn before.
@@ -234,7 +283,7 @@ def secret_numbers(device: torch.device) -> Iterator[None]:
     as the job's is, one example would change the dropout of all others in a way that can be seen.
     """
     with kept_generators(device):
-        seed_generators(device, secrets.randbits(64))
+        seed_secretly(device, secrets.randbits(8 * _SECRET_BYTES))
         yield
 
 

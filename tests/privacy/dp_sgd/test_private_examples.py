@@ -1,9 +1,13 @@
 """Which examples are in a step: Poisson sampling, and how they are read."""
 
+import collections
+import dataclasses
+import enum
 import hashlib
 import math
 import random
 import secrets
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,6 +221,112 @@ def test_examples_are_copied_from_memory_that_is_used_again():
 def test_what_is_neither_tensor_nor_number_nor_text_is_refused():
     with pytest.raises(TaskError, match=r"has a numpy\.ndarray, which is not compared when"):
         source_of("arrays").check(range(2))
+
+
+class Label(str):
+    """Text with an attribute."""
+
+
+class Secret(str):
+    """Text that always looks the same."""
+
+    def __repr__(self):
+        return "Secret"
+
+
+class Attributed(dict):
+    """Its keys are attributes, too."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class Listed(list):
+    """A list with attributes."""
+
+
+@dataclasses.dataclass
+class Assigned:
+    """A field that is assigned afterwards."""
+
+    x: Any
+    scale: Any = dataclasses.field(default=None, init=False)
+
+
+@dataclasses.dataclass
+class Derived:
+    """A field that follows from another one."""
+
+    x: Any
+    scale: Any = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.scale = self.x.abs().sum()
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+def with_scale(value, scale):
+    value.scale = scale
+    return value
+
+
+def encoded(x):
+    """As a tokenizer returns it."""
+    from transformers import BatchEncoding
+
+    found = BatchEncoding({"x": x})
+    found._encodings = [f"what was made of {float(x.sum())}"]
+    return found
+
+
+HIDDEN = {
+    "mapping": lambda x: with_scale(collections.OrderedDict(x=x), x.sum()),
+    "user's mapping": lambda x: with_scale(collections.UserDict(x=x), x.sum()),
+    "encoding": lambda x: with_scale(encoded(x), x.sum()),
+    "keys that are attributes": lambda x: Attributed({"x": x}),
+    "text": lambda x: {"x": x, "text": with_scale(Label("a"), x.sum())},
+    "text that looks the same": lambda x: {"x": x, "text": Secret(float(x.sum()))},
+    "list": lambda x: with_scale(Listed([x]), x.sum()),
+    "field": lambda x: with_scale(Assigned(x), x.sum()),
+    "field within": lambda x: [{"x": [with_scale(Assigned(x), x.sum())]}],
+}
+PLAIN = {
+    "mapping": lambda x: collections.OrderedDict(x=x),
+    "mapping of defaults": lambda x: collections.defaultdict(list, x=x),
+    "encoding": encoded,
+    "field that follows": Derived,
+    "numbers of NumPy": lambda x: {"x": x, "number": np.float64(0.5), "text": np.str_("a")},
+    "member": lambda x: {"x": x, "kind": Kind.ONE},
+}
+
+
+def collated(kind):
+    task = Table({})
+    task.collate = lambda rows: kind(rows[0][None])
+    return SampledExamples(task, Numbers("plain"), range(6), 1.0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_what_a_batch_has_besides_its_items_is_refused(kind):
+    """A group of examples has the structure of its first one, and would have its attributes."""
+    with pytest.raises(TaskError, match=r"with the attribute '\w+'|which is not compared"):
+        collated(HIDDEN[kind]).read(range(4))
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_usual_batches_are_one_group(kind):
+    (group,) = collated(PLAIN[kind]).read(range(4))
+    assert len(group) == 4
+    assert getattr(group.one, "_encodings", None) is None
+
+
+def test_examples_whose_batches_have_other_attributes_are_not_one_group():
+    source = collated(lambda x: with_scale(collections.OrderedDict(x=x), float(x.sum())))
+    assert [group.one.scale for group in source.read(range(4))] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_data_that_begin_to_keep_something_are_refused_in_a_later_step():

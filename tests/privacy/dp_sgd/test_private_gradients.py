@@ -1,9 +1,12 @@
 """Gradients of single examples: those of batches of one, clipped, whatever the model does."""
 
 import dataclasses
+import random
+import secrets
 from collections import UserDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.datacenter.tasks import Masked, Table
@@ -14,6 +17,7 @@ from isthmus.errors import TaskError
 from isthmus.task.scoring import losses
 from isthmus_privacy.dp_sgd.examples import SampledExamples
 from isthmus_privacy.dp_sgd.gradients import ExampleGradients, clipped_sum
+from isthmus_privacy.dp_sgd.isolation import secret_numbers, seed_secretly
 
 
 class Tied(Table):
@@ -142,6 +146,98 @@ def test_parameters_without_dimensions_and_those_of_the_loss_are_trained(clip):
     assert abs(float(temperature)) > 1e-3
 
 
+class Untied(nn.Module):
+    """Its second layer has the weight of the first, and is no submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
+        second = nn.Linear(6, 6, bias=False)
+        second.weight = self.first.weight
+        self.others = [second]
+
+    def forward(self, inputs):
+        return self.head(self.others[0](self.first(inputs).tanh()))
+
+
+class Listed(nn.Module):
+    """Uses a list of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.weights = [self.first.weight, self.head.weight]
+
+    def forward(self, inputs):
+        return (inputs @ self.weights[0].T).tanh() @ self.weights[1].T + self.head.bias
+
+
+class Decayed(Table):
+    """Its loss decays a list of weights."""
+
+    def model(self):
+        net = Scaled()
+        self.weights = [net.head.weight]
+        return net
+
+    def loss(self, output, target):
+        return super().loss(output, target) + sum(each.square().sum() for each in self.weights)
+
+
+def of_model(kind):
+    task = Table({})
+    task.model = kind
+    return task
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda: of_model(Untied), lambda: of_model(Listed), lambda: Decayed({})]
+)
+def test_a_parameter_that_is_used_by_another_reference_is_refused(kind):
+    """Without a word its gradient would lack a part."""
+    task = kind()
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    source = SampledExamples(task, task.rows(3, seed=1), range(3), 1.0, torch.device("cpu"))
+    with pytest.raises(TaskError, match="is used by another way than as an attribute"):
+        gradients.step_sum(source.read(range(3)), torch.device("cpu"))
+
+
+class Taught(Table):
+    """Adds the outputs of a network that is not trained, and has parameters that could be."""
+
+    def model(self):
+        self.teacher = nn.Linear(6, 3)
+        return nn.Linear(6, 3)
+
+    def forward(self, model, inputs):
+        return model(inputs) * self.teacher(inputs)
+
+
+def test_a_network_that_is_not_trained_need_not_be_frozen():
+    torch.manual_seed(1)
+    task = Taught({})
+    model = task.model()
+    data = task.rows(9, seed=3)
+    expected = one_by_one(task, model, data, 0.5)
+    source = SampledExamples(task, data, range(9), 1.0, torch.device("cpu"))
+    gradients = ExampleGradients(task, model, 0.5, 8)
+    found = gradients.step_sum(source.read(range(9)), torch.device("cpu"))
+    assert not found.requires_grad
+    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("when", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_parameter_is_refused(when):
+    """It would not be called."""
+    task = Table({})
+    model = task.model()
+    getattr(model[0].weight, when)(lambda changed: None)
+    gradients = ExampleGradients(task, model, 1.0, 8)
+    source = SampledExamples(task, task.rows(3, seed=1), range(3), 1.0, torch.device("cpu"))
+    with pytest.raises(TaskError, match=r"'0\.weight' has a hook on its gradient"):
+        gradients.check(source.read(range(3))[0])
+
+
 class Dropping(Table):
     """Its model has dropout."""
 
@@ -161,6 +257,28 @@ def test_nobody_knows_the_dropout_of_a_step():
         found.append(gradients.step_sum(source.read(range(9)), torch.device("cpu")))
         assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
     assert float((found[0] - found[1]).norm()) > 0.1
+
+
+def numbers_of(secret):
+    """What all generators draw, PyTorch's those of more than one block, too."""
+    seed_secretly(torch.device("cpu"), secret)
+    of_others = torch.tensor([random.random(), float(np.random.rand())])
+    return torch.cat([of_others, torch.rand(1000), torch.randn(3)])
+
+
+def test_no_generator_has_a_seed_that_one_could_try(monkeypatch):
+    """That of PyTorch has 32 bits on processors, and so has NumPy's."""
+    first = numbers_of(5)
+    assert torch.equal(first, numbers_of(5))
+    for other in (5 + 2**32, 5 + 2**64, 5 + 2**255):
+        assert not (first == numbers_of(other)).any()
+    bits = []
+    monkeypatch.setattr(secrets, "randbits", lambda count: bits.append(count) or 7)
+    with secret_numbers(torch.device("cpu")):
+        drawn = torch.rand(100_000)
+    assert bits == [256]
+    assert abs(float(drawn.mean()) - 0.5) < 0.006  # six deviations
+    assert abs(float(drawn.var()) * 12 - 1) < 0.02
 
 
 def test_a_model_that_looks_at_values_is_refused():

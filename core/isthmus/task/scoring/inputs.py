@@ -199,5 +199,10 @@ def map_tensors(
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """All tensors of a nested structure; see `map_tensors`."""
     found: list[torch.Tensor] = []
-    map_tensors(found.append, value)
+
+    def note(each: torch.Tensor) -> torch.Tensor:
+        found.append(each)
+        return each  # a dataclass that is made anew may compute something from its fields
+
+    map_tensors(note, value)
     return found

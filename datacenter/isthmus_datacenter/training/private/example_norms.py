@@ -10,7 +10,6 @@ is reduced, and the layers have their whole parameters when gradients pass them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter, defaultdict
@@ -23,7 +22,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.overrides import TorchFunctionMode
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.training.private.outer_products import (
@@ -44,6 +42,8 @@ _ERRORS = 8
 _UNIT_TF32 = 2.0**-11
 """Largest relative error of rounding to TensorFloat-32, to which convolutions on GPUs round what
 they multiply."""
+_RECOMPUTED = 1e-2
+"""Largest change of the norm and the sum of an output that is computed again, relative to them."""
 _NORMALISING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _InstanceNorm)
 """Layers whose gradients do not grow with their inputs."""
 
@@ -77,6 +77,7 @@ class ExampleNorms:
                 _check(name, module)
                 layer = _Layer(name, module, trained)
                 module.register_forward_pre_hook(self._before(layer), with_kwargs=True)
+                module.register_forward_hook(self._computed(layer), prepend=True)
                 module.register_forward_hook(self._after(layer), with_kwargs=True)
 
     def begin(self, alive: torch.Tensor, observed: int | None = None) -> None:
@@ -94,14 +95,47 @@ class ExampleNorms:
         """End the batch."""
         self._batch = None
 
-    def only_in_layers(self) -> contextlib.AbstractContextManager[object]:
-        """For the forward pass of a batch: refuses to use trained parameters outside their layers.
+    def check_uses(self, losses: torch.Tensor) -> None:
+        """Refuse losses in whose graph a trained parameter is used outside of its layers.
 
-        Their gradients would be in no norm; with some examples only, no comparison might meet it.
+        Its gradients would be in no norm; with some examples only, no comparison might meet it. The
+        graph has all uses, also those by operations and scripts that a mode of PyTorch does not
+        see.
+
+        Args:
+            losses: after a forward pass; outside of a batch nothing is refused.
+
+        Raises:
+            TaskError: one is.
         """
-        if self._batch is None:
-            return contextlib.nullcontext()
-        return _OnlyInLayers(self._batch.calling, self._names)
+        batch = self._batch
+        if batch is None:
+            return
+        waiting = [losses.grad_fn]
+        visited = {losses.grad_fn}
+        while waiting:
+            node = waiting.pop()
+            assert node is not None
+            for following, _ in node.next_functions:
+                parameter = getattr(following, "variable", None)
+                if parameter is not None:
+                    self._check_use(batch, parameter, node._sequence_nr())
+                elif following is not None and following not in visited:
+                    visited.add(following)
+                    waiting.append(following)
+
+    def _check_use(self, batch: _Batch, parameter: torch.Tensor, number: int) -> None:
+        """Refuse an operation that uses a parameter outside of the calls of its layers."""
+        calls = batch.calls.get(id(parameter))
+        if calls is None and id(parameter) not in self._names:  # of what is not trained here
+            return
+        if not any(first <= number < end for first, end in calls or ()):
+            # `fully_shard` has other parameters in the layers while they compute.
+            which = self._names.get(id(parameter), f"of shape {tuple(parameter.shape)}")
+            raise TaskError(
+                f"the gradient of parameter {which} does not follow from its layers: it is "
+                f"used outside of them; {PER_EXAMPLE}"
+            )
 
     def squares(self, losses: torch.Tensor) -> dict[str, torch.Tensor]:
         """Squared norms of the gradients of each parameter, after the forward pass of a batch.
@@ -117,6 +151,7 @@ class ExampleNorms:
         batch.measures = True
         torch.autograd.grad(losses.sum(), batch.lowest, retain_graph=True, allow_unused=True)
         batch.measures = False
+        batch.check_recomputed()
         batch.lowest.clear()  # their hooks refer to the batch, and Python does not see such a cycle
         for name, summands in batch.several.items():
             batch.squares[name] = _squares_of_sum(summands)
@@ -146,7 +181,7 @@ class ExampleNorms:
             batch = self._batch
             if batch is None:
                 return None
-            batch.calling.append(module)
+            batch.began(module)
             given = layer.input_of(args, kwargs)
             prepared = layer.one_for_each(given, batch)
             if prepared.is_floating_point():
@@ -159,14 +194,24 @@ class ExampleNorms:
 
         return hook
 
+    def _computed(self, layer: _Layer) -> Callable[..., Any]:
+        """Notes what forward() has returned, before other hooks."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._batch is not None and isinstance(output, torch.Tensor):
+                layer.returned = output, output._version
+
+        return hook
+
     def _after(self, layer: _Layer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             batch = self._batch
             if batch is None:
                 return
-            batch.calling.pop()
+            batch.ended()
             given = layer.input_of(args, kwargs)
             layer.check_output(output, batch.size)
+            layer.check_unchanged(output)
             layer.check_precision(output)
             call = batch.note(f"the input of layer {layer.name!r}", given)
             if not output.requires_grad:
@@ -176,7 +221,7 @@ class ExampleNorms:
                 # Every path of the backward pass ends at one of these. An edge, since a later
                 # operation may change the output in place.
                 batch.lowest.append(get_gradient_edge(output))
-            kept = [given.detach()]
+            kept = [(given.detach(), layer.described(output.detach()))]
 
             def receive(gradient: torch.Tensor) -> torch.Tensor:
                 gradient = batch.without_dead(gradient)
@@ -184,7 +229,7 @@ class ExampleNorms:
                     if call is not None:
                         batch.note(f"the gradient after {call[4:]}", gradient)
                     with torch.no_grad():  # then the second pass frees inputs as it goes
-                        batch.add(layer, kept.pop(), gradient)
+                        batch.add(layer, *kept.pop(), gradient)
                 return gradient
 
             output.register_hook(receive)
@@ -202,6 +247,8 @@ class _Layer:
         """First names of its parameters in the model, by attribute."""
         self._without_examples: bool | None = None
         """Whether the inputs are the same for all examples, such as positions; None if unknown."""
+        self.returned: tuple[torch.Tensor, int] | None = None
+        """What the last forward() has returned, and its version then."""
 
     def input_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The one tensor that the layer is called with."""
@@ -213,7 +260,8 @@ class _Layer:
     def one_for_each(self, given: torch.Tensor, batch: _Batch) -> torch.Tensor:
         """The input with one row for each example; an embedding may have the same for all."""
         without = given.ndim == 0 or len(given) != batch.size
-        if self._without_examples is None:
+        if self._without_examples is None and (without or batch.size > 1):
+            # One row for a single example says nothing: there may be one row for several, too.
             self._without_examples = without
         if not self._without_examples and not without:
             return given
@@ -229,6 +277,20 @@ class _Layer:
         """Refuse an output that is not one tensor with a row for each example."""
         if not isinstance(output, torch.Tensor) or len(output) != examples:
             raise self._refused("does not return one tensor with a row for each example")
+
+    def check_unchanged(self, output: torch.Tensor) -> None:
+        """Refuse what a hook of somebody else has made of the output: gradients pass that, too."""
+        returned = self.returned
+        self.returned = None  # or it would keep the graph
+        if returned is None or output is not returned[0] or output._version != returned[1]:
+            raise self._refused("has a hook that changes its output")
+
+    def described(self, output: torch.Tensor) -> torch.Tensor | None:
+        """Norms and sums (2, B) of what is computed again later; None if that is not done."""
+        if isinstance(self.module, nn.Linear | nn.Embedding):
+            return None
+        rows = rows_of(output)
+        return torch.stack([torch.linalg.vector_norm(rows, dim=1), rows.sum(1)])
 
     def check_precision(self, output: torch.Tensor) -> None:
         """Refuse numbers with fewer bits, as of autocast, whose rounding has no bound here."""
@@ -296,20 +358,23 @@ class _Layer:
         smallest = min(each.numel() for each in self.parameters().values())
         return max(1, gradient.numel() // getattr(self.module, "out_channels", smallest))
 
-    def computed(self, given: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gradients (B, ...) of the parameters of any layer."""
+    def computed(
+        self, given: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """The gradients (B, ...) of the parameters of any layer, and its output `described`."""
         called = _Forward(_kind(self.module), self.module)
         parameters = {name: each.detach() for name, each in self.parameters().items()}
 
-        def of_one(row: torch.Tensor, output_gradient: torch.Tensor) -> Any:
+        def of_one(row: torch.Tensor, output_gradient: torch.Tensor) -> tuple[Any, torch.Tensor]:
             def forward(values: Mapping[str, torch.Tensor]) -> Any:
                 named = {f"module.{name}": each for name, each in values.items()}
                 return functional_call(called, named, (row.unsqueeze(0),)).squeeze(0)
 
-            return vjp(forward, parameters)[1](output_gradient)[0]
+            found = vjp(forward, parameters)
+            return found[1](output_gradient)[0], found[0]
 
-        gradients: dict[str, torch.Tensor] = vmap(of_one)(given, gradient)
-        return gradients
+        gradients, outputs = vmap(of_one)(given, gradient)
+        return gradients, self.described(outputs)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that are trained, by attribute; whole while gradients pass the layer."""
@@ -357,12 +422,31 @@ class _Batch:
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     """What rounding adds to a parameter's gradient, relative to its terms."""
     noted: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    calling: list[nn.Module] = dataclasses.field(default_factory=list)
-    """Layers whose forward() has begun and not ended."""
+    others: dict[str, tuple[_Layer, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    """Whether (bool) a layer has computed something else in the backward pass."""
+    calling: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
+    """Calls of layers that have not ended: the number of their first operation, see `calls`, and
+    the `id` of each parameter."""
+    calls: defaultdict[int, list[tuple[int, int]]] = dataclasses.field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """The operations in the calls of layers, by the `id` of each parameter of the layer: PyTorch
+    has given them the numbers from the first one to one before the second."""
 
     def __post_init__(self) -> None:
         self.size = len(self.alive)
         self._has_dead = not bool(self.alive.all())
+
+    def began(self, module: nn.Module) -> None:
+        """Note the beginning of a layer's call, with the parameters that it computes with."""
+        parameters = [id(each) for each in module._parameters.values()]
+        self.calling.append((_next_operation(), parameters))
+
+    def ended(self) -> None:
+        """Note the end of the call that has begun last."""
+        first, parameters = self.calling.pop()
+        for each in parameters:
+            self.calls[each].append((first, _next_operation()))
 
     def without_dead(self, rows: torch.Tensor) -> torch.Tensor:
         """Zeros in place of the rows of examples that are not alive."""
@@ -413,8 +497,17 @@ class _Batch:
             self.largest = sizes.largest
         self.largest = torch.maximum(self.largest, sizes.largest)
 
-    def add(self, layer: _Layer, given: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the gradients of a layer's parameters at one place."""
+    def add(
+        self,
+        layer: _Layer,
+        given: torch.Tensor,
+        described: torch.Tensor | None,
+        gradient: torch.Tensor,
+    ) -> None:
+        """Add the gradients of a layer's parameters at one place.
+
+        `described` is its output in the forward pass, see `_Layer.described`.
+        """
         self._add_sizes(layer, given, gradient)
         if isinstance(layer.module, nn.Linear | nn.Embedding):
             for attribute, summand in layer.gradients(given, gradient).items():
@@ -427,7 +520,11 @@ class _Batch:
         elements = sum(each.numel() for each in layer.parameters().values())
         parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         for some in slices(self.size, elements):
-            for attribute, each in layer.computed(given[some], gradient[some]).items():
+            gradients, again = layer.computed(given[some], gradient[some])
+            assert described is not None
+            assert again is not None
+            self._compare(layer, described[:, some], again)
+            for attribute, each in gradients.items():
                 name = layer.trained[attribute]
                 parts[name].append(each if self.uses[name] > 1 else squared(each))
         for name, pieces in parts.items():
@@ -436,51 +533,33 @@ class _Batch:
             else:
                 self.squares[name] = torch.cat(pieces)
 
+    def _compare(self, layer: _Layer, before: torch.Tensor, after: torch.Tensor) -> None:
+        # What is not a number either time is not compared: the example is left out.
+        differs = ((before - after).abs() > _RECOMPUTED * (before[0] + before.abs())).any()
+        if layer.name in self.others:
+            differs |= self.others[layer.name][1]
+        self.others[layer.name] = layer, differs
 
-class _OnlyInLayers(TorchFunctionMode):
-    """See `ExampleNorms.only_in_layers`."""
-
-    def __init__(self, calling: Sequence[nn.Module], names: Mapping[int, str]) -> None:
-        super().__init__()
-        self._calling = calling
-        self._names = names
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for each in _parameters((*args, *(kwargs or {}).values())):
-            if not self._is_of_layer(each) and any(_has_graph(part) for part in _parts(result)):
-                # `fully_shard` has other parameters in the layers while they compute.
-                which = self._names.get(id(each), f"of shape {tuple(each.shape)}")
-                raise TaskError(
-                    f"the gradient of parameter {which} does not follow from its layers: it is "
-                    f"used outside of them; {PER_EXAMPLE}"
+    def check_recomputed(self) -> None:
+        """Refuse layers whose gradients were computed of something else than their output."""
+        if not self.others:
+            return
+        layers, found = zip(*self.others.values(), strict=True)
+        self.others.clear()
+        for layer, differs in zip(layers, torch.stack(found).tolist(), strict=True):
+            if differs:
+                raise refused(
+                    layer.name,
+                    layer.module,
+                    "computes something else in the backward pass, as with random numbers, or with "
+                    "attributes that are only set for the time of a call",
                 )
-        return result
-
-    def _is_of_layer(self, parameter: nn.Parameter) -> bool:
-        return any(
-            parameter is each for module in self._calling for each in module._parameters.values()
-        )
 
 
-def _parameters(values: Sequence[Any]) -> list[nn.Parameter]:
-    """The trained parameters among the arguments of a function, such as in a list to stack."""
-    return [
-        each
-        for value in values
-        for each in _parts(value)
-        if isinstance(each, nn.Parameter) and each.requires_grad
-    ]
-
-
-def _parts(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _next_operation() -> int:
+    """The number that PyTorch gives to the next operation of a graph."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # not declared
+    return number
 
 
 def refused(name: str, module: nn.Module, why: str) -> TaskError:
@@ -510,6 +589,8 @@ def _squares_of_sum(summands: Sequence[_Summand]) -> torch.Tensor:
 def _check(name: str, module: nn.Module) -> None:
     """Refuse layers whose gradients do not follow from their input and output."""
     kind = _kind(module)
+    if "forward" in vars(module):
+        raise refused(name, module, "has a forward() of its own besides that of its class")
     if isinstance(module, nn.Linear | nn.Embedding):
         known: type[nn.Module] = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
         if kind.forward is not known.forward:

@@ -440,16 +440,16 @@ class GhostForwardBackward(PrivateForwardBackward):
         self, one: Any, rows: Sequence[torch.Tensor]
     ) -> tuple[Any, torch.Tensor]:
         inputs, target = pair_of(self.task, _with_tensors(one, rows))
-        with self._norms.only_in_layers():
-            with user_code("forward()"):
-                output = self.task.forward(self.model, inputs)
-            count = len(rows[0])
-            pairs = zip(_alone(output, count), _alone(target, count), strict=True)
-            together = torch.stack([losses_of(self.task, *pair).mean() for pair in pairs])
+        with user_code("forward()"):
+            output = self.task.forward(self.model, inputs)
+        count = len(rows[0])
+        pairs = zip(_alone(output, count), _alone(target, count), strict=True)
+        together = torch.stack([losses_of(self.task, *pair).mean() for pair in pairs])
         if not together.requires_grad:
             raise TaskError(
                 "loss() does not depend on what is trained; is something detached, or in NumPy?"
             )
+        self._norms.check_uses(together)
         return output, together
 
     def _reshard_after_backward(self, whether: bool) -> None:

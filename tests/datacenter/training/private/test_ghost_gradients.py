@@ -1,8 +1,10 @@
 """Ghost clipping sums the same clipped gradients as batches of one, or refuses the model."""
 
 import math
+import random
 import secrets
 
+import numpy as np
 import pytest
 import torch
 from tests.datacenter.task_models import Decoder
@@ -91,6 +93,19 @@ class Positions(nn.Module):
 
     def forward(self, words):
         return self.head(self.words(words) + self.places)
+
+
+class SharedPlaces(nn.Module):
+    """Positions as transformers have them: one row (1, T) for all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.places = nn.Embedding(6, 8)
+
+    def forward(self, words):
+        places = torch.arange(words.shape[1]).unsqueeze(0)
+        return self.head(self.words(words) + self.places(places))
 
 
 class Looped(nn.Module):
@@ -243,6 +258,7 @@ TASKS = {
         embedded(nn.Unflatten(2, (2, 4)), nn.Linear(4, 4), nn.Flatten(2))
     ),
     "looped": lambda: Words(Looped),
+    "shared positions": lambda: Words(SharedPlaces),
 }
 
 
@@ -333,17 +349,144 @@ class Guard(nn.Module):
     """Scales a whole batch down if one number in it is large."""
 
     def forward(self, values):
+        values = values.float()
         largest = values.abs().max()
         return torch.nan_to_num(values / largest if largest > 1000 else values)
 
 
-@pytest.mark.parametrize("kind", ["fractions", "whole numbers"])
+@pytest.mark.parametrize("kind", ["fractions", "whole numbers", "integers"])
 def test_a_guard_that_looks_at_the_batch_is_refused(kind):
     """It is met by an outlier only, which no example of a check may be."""
     inputs = torch.arange(24.0).view(4, 6) % 9 + (0.5 if kind == "fractions" else 0)
+    inputs = inputs.long() if kind == "integers" else inputs
     data = TensorDataset(inputs, torch.arange(4) % 3)
     with pytest.raises(TaskError, match="changes with the other examples of its batch"):
         ghost_sum(Table({}), nn.Sequential(Guard(), nn.Linear(6, 3)), data, 0.3)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds a weight, and lets its gradient through."""
+
+    @staticmethod
+    def forward(context, weight):
+        return (weight * 16).round() / 16
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
+
+
+def unseen(values, weight):
+    with torch._C.DisableTorchFunction():
+        return nn.functional.linear(values, weight)
+
+
+class SeldomOutside(nn.Module):
+    """Uses the weight of its layer without the layer in a way, for large values only."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, values):
+        large = values.abs().amax(1, keepdim=True) > 10
+        hidden = self.inner(values)
+        if large.any():
+            hidden = hidden + 20 * torch.where(large, self.way(values, self.inner.weight), 0)
+        return self.head(hidden / 20)
+
+
+class Mode(nn.Module):
+    """Multiplies by its factor and by what is set for the time of a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(6))
+        self.more = 1.0
+
+    def forward(self, values):
+        return values * self.factor * self.more
+
+
+class SeldomInMode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mode, self.head = Mode(), nn.Linear(6, 3)
+
+    def forward(self, values):
+        self.mode.more = torch.where(values.abs().amax(1, keepdim=True) > 10, 300.0, 1.0)
+        hidden = self.mode(values)
+        self.mode.more = 1.0
+        return self.head(hidden)
+
+
+class Depth(nn.Module):
+    """Leaves its factor out at times, by random numbers of Python or NumPy."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.factor = nn.Parameter(torch.ones(6))
+
+    def forward(self, values):
+        return values if self.training and self.draw() else values + self.factor * values
+
+
+def seldom_hooked():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+
+    def more(layer, given, output):
+        return output * torch.where(given[0].abs().amax(1, keepdim=True) > 10, 300.0, 1.0)
+
+    model[0].register_forward_hook(more)
+    return model
+
+
+def seldom_replaced():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    layer = model[0]
+
+    def forward(values):
+        large = torch.where(values.abs().amax(1, keepdim=True) > 10, 300.0, 1.0)
+        return nn.functional.linear(values, layer.weight, layer.bias) * large
+
+    layer.forward = forward
+    return model
+
+
+SELDOM = {
+    "operation": lambda: SeldomOutside(lambda values, weight: values @ Rounded.apply(weight).T),
+    "function that no mode sees": lambda: SeldomOutside(unseen),
+    "torch.func": lambda: SeldomOutside(
+        lambda values, weight: torch.func.vmap(lambda row: weight @ row)(values)
+    ),
+    "attribute": SeldomInMode,
+    "hook": seldom_hooked,
+    "forward of the object": seldom_replaced,
+    "random numbers of Python": lambda: nn.Sequential(
+        Depth(lambda: random.random() < 0.5), nn.Linear(6, 3)
+    ),
+    "random numbers of NumPy": lambda: nn.Sequential(
+        Depth(lambda: np.random.rand() < 0.5), nn.Linear(6, 3)
+    ),
+}
+
+
+def sums_of_some(model, data, times):
+    for _ in range(times):
+        ghost_sum(Table({}), model(), data, 0.3)
+
+
+@pytest.mark.parametrize("name", SELDOM)
+def test_norms_that_are_wrong_for_few_examples_only_are_refused(name):
+    """No example that is compared leads there, and one that does would add many times the bound."""
+    torch.manual_seed(1)
+    random.seed(1)
+    inputs, target = Table({}).rows(9, seed=3).tensors
+    inputs[8] = 50.0
+    with pytest.raises(TaskError, match=r"clipping = 'per_example'"):
+        sums_of_some(SELDOM[name], TensorDataset(inputs, target), 20)
 
 
 def dropping(task):
