@@ -302,14 +302,18 @@ def test_comparisons_draw_no_random_numbers(monkeypatch):
 def test_others_are_replaced_and_one_stays():
     rows = [torch.randn(4, 3), torch.tensor([3, 1, 0, 2])]
     kinds = list(replaced(rows, 2, made_up=True))
-    assert len(kinds) == 5
+    assert len(kinds) == 7
     for values, target in kinds:
         assert torch.equal(values[2], rows[0][2])
+    for values, target in kinds[:5]:
         assert not (values[[0, 1, 3]] == rows[0][[0, 1, 3]]).all(1).any()
         assert set(target.tolist()) <= {0, 1, 2, 3}
     large = [float(values.abs().max()) > 1e4 for values, _ in kinds]
-    assert large == [False, False, False, True, False]
-    assert [bool(values.isnan().any()) for values, _ in kinds] == [False] * 4 + [True]
+    assert large == [False, False, False, True, False, False, False]
+    has_nan = [bool(values.isnan().any()) for values, _ in kinds]
+    assert has_nan == [False, False, False, False, True, False, False]
+    whole = [target.tolist() for _, target in kinds[5:]]
+    assert whole == [[-1024, -1024, 0, -1024], [2**15, 2**15, 0, 2**15]]
     assert list(replaced([torch.zeros(1, 2)], 0, made_up=True)) == []
 
 
