@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from isthmus.errors import UserError
-from isthmus_privacy.dp.auditing import CONFIDENCE, CONFIDENCES
+from isthmus_privacy.dp.auditing import CANARIES, CONFIDENCE, CONFIDENCES
 from isthmus_server.cli.run import loaded_job, prepare, run_until_stopped
 
 if TYPE_CHECKING:
     from isthmus_simulation.audit.audit import Unit
     from isthmus_simulation.run import Simulation
-
-_CANARIES = 1000
 
 
 @click.command()
@@ -30,7 +28,7 @@ _CANARIES = 1000
 @click.option(
     "--canaries",
     type=click.IntRange(1, 1_000_000),
-    default=_CANARIES,
+    default=CANARIES,
     show_default=True,
     help="Guesses to make; more of them find less missing noise.",
 )

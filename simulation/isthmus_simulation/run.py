@@ -24,6 +24,7 @@ from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.budgets.populations import Populations
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.observability.observers import Observers
+from isthmus_server.regimes.secure_sums.robust_rule import check_robust
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.records import FinalModel
@@ -89,13 +90,15 @@ class Simulation:
         It takes the place of one whose job was refused before anything had begun.
 
         Raises:
-            JobError: the job cannot be simulated, or no noise meets a privacy budget of it.
+            JobError: the job cannot be simulated, its robust rule cannot be used, or no noise
+                meets a privacy budget of it.
             UserError: it names a GPU that is not here.
         """
         check(job)
         if crew is None:
             gpus_of(job)
         check_budgets(job)
+        check_robust(job.federated)
         remove_refused_run(directory)
         mark_simulated(directory)
         return cls(Store.create(directory, job, base), crew)

@@ -60,6 +60,8 @@ def test_check_summarises_a_job(isthmus, job_file):
         "of at least 6 devices' updates, and no single one; one that lies can craft models whose "
         "sums show single examples, which only noise of the devices bounds ([privacy] mechanism = "
         '"distributed")\n'
+        "        on a server; of `isthmus run` and `isthmus simulate` nothing is claimed, as "
+        "their devices are processes of your own user\n"
     )
 
 

@@ -123,7 +123,6 @@ def test_the_commands_of_the_readme_work_as_installed(folder: Path) -> None:
         "docs/start.md",
         "docs/strategy.md",
         "docs/own-policies.md",
-        "docs/exchange.md",
         "docs/operations.md",
         "docs/python.md",
         "docs/plan.md",
@@ -137,6 +136,13 @@ def test_the_commands_of_the_readme_work_as_installed(folder: Path) -> None:
 )
 def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:
     type_page(page, terminal)
+
+
+def test_the_faulty_device_of_the_guide_is_named_first(terminal: Terminal) -> None:
+    type_page("docs/exchange.md", terminal)
+    lines = terminal.read("isthmus report runs/faulty").decode().splitlines()
+    after = lines[lines.index("what else happened:") + 1]
+    assert after.startswith("  client-3: the sum of its random group was left out in 10 of 10")
 
 
 def type_page(page: str, terminal: Terminal) -> None:

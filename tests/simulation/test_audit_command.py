@@ -1,6 +1,7 @@
 """The command `isthmus privacy audit`: what it prints, what it refuses, and what it leaves."""
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -44,7 +45,7 @@ FIGURES = {
     *("job", "noise", "unit", "mechanism", "budget", "delta", "claimed_epsilon"),
     *("measured_epsilon_at_least", "confidence", "guesses", "right", "right_at_least"),
     *("right_allowed", "most_measurable_epsilon", "finds_noise_below", "runs", "over_budget"),
-    *("undercharged", "alarm", "whatever_the_fault_at_least"),
+    *("undercharged", "repeated", "alarm", "whatever_the_fault_at_least"),
 }
 
 
@@ -98,7 +99,19 @@ def test_a_job_with_both_promises_needs_a_unit(audited):
     assert "say which to audit by --unit device or --unit example" in audited(*both, code=1)
     text = audited("--unit", "device", "--canaries", "60", *both)
     assert "one device, whose update is zeros" in text
-    assert "no alarm" in text
+    assert "which is a limit of the method and not what the job reveals" in text
+    found = re.search(r"find noise below (\d+%) of what is promised", text)[1]
+    verdict = text.partition("verdict")[2]
+    assert "no alarm: nothing was measured that the claim excludes" in verdict
+    assert f"; noise between {found} and 100% of what is promised may not have been" in verdict
+    more = re.search(r"--canaries 1000 would find noise below (\d+)%", verdict)[1]
+    assert int(more) > int(found.rstrip("%"))
+
+
+def test_more_guesses_than_were_asked_for_are_explained(audited):
+    text = audited("--canaries", "50", *changes(GAUSSIAN))
+    made = int(re.search(r"of (\d+) right", text)[1])
+    assert ("(50 were asked for, and a run counts as a whole)" in text) == (made > 50)
 
 
 def test_a_job_without_noise_gets_a_report_of_membership(audited):

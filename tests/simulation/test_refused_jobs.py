@@ -55,6 +55,28 @@ def test_the_corrected_command_trains(isthmus, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_a_robust_rule_that_cannot_be_used_is_refused_before_there_is_a_run(
+    write_task, make_job, tmp_path
+):
+    write_task()
+    robust = (
+        "strategy.policy=federated",
+        "simulation.clients=64",
+        "federated.cohort=64",
+        "federated.robust=trimmed-mean",
+        "federated.secure_aggregation=true",
+        "federated.robust_settings={share=0.1}",
+        "federated.robust_groups=8",
+        "federated.robust_minimum=8",
+    )
+    sentence = (
+        r"only 6 of 8 random groups .* raise the share to 0\.17 or more, or federated\.robust_gr"
+    )
+    with pytest.raises(JobError, match=sentence):
+        Simulation.new(make_job(*robust), tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_simulation_can_have_the_directory_of_a_refused_run(isthmus, make_job, tmp_path):
     assert "matches no exchanged tensor" in isthmus("run", "--set", REFUSED, code=1)
     assert not is_simulated(tmp_path / "run")

@@ -267,7 +267,8 @@ class _Pass:
                 f"In {rounds.signed_rounds} of {rounds.secure_rounds} rounds with secure sums, the "
                 "accepted devices are exactly those of the signed sums; in "
                 f"{rounds.signed_starts} of them the devices have signed the model of the last "
-                "commit, or one that the run has kept, as the one that they start from."
+                "commit, or one that the run has kept, as the one that they start from"
+                + _first_starts(rounds.first_starts)
             )
         if self._charges.count:
             yield f"The privacy ledger of {self._charges.count} lines is one chain."
@@ -299,7 +300,8 @@ class _Pass:
         if self._sums.count and self._authority is None:
             yield (
                 "Without --authority: whether the authority that signed the certificates is "
-                "that of your fleet."
+                "that of your fleet. An `isthmus run` makes one of its own, so of it there is none "
+                "to compare with."
             )
             if len(self._sums.authorities) > 1:
                 yield f"Why the certificates are of {len(self._sums.authorities)} authorities."
@@ -309,7 +311,10 @@ class _Pass:
                 "branch has those of the run that it began with."
             )
         if missing := rounds.secure_rounds - rounds.signed_rounds:
-            yield f"Which devices were in {missing} secure rounds: their signed sums were not kept."
+            yield (
+                f"Which devices were in {missing} secure rounds: there are no signed sums of them. "
+                "Simulated devices sign nothing, and of others what they signed was not kept."
+            )
         if rounds.unknown_starts:
             yield (
                 f"From which model the devices of {rounds.unknown_starts} rounds started: only a "
@@ -333,6 +338,15 @@ class _Pass:
             "nothing."
         )
         yield "What plain devices and datacenters have sent: only devices of secure sums sign."
+
+
+def _first_starts(rounds: int) -> str:
+    """The end of a sentence about start models: those that no commit has.
+
+    >>> _first_starts(0), _first_starts(1)
+    ('.', '; in 1, before any commit, the first model.')
+    """
+    return f"; in {rounds}, before any commit, the first model." if rounds else "."
 
 
 def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -195,6 +195,8 @@ class Rounds:
         self.secure_rounds = 0
         self.signed_rounds = 0
         self.signed_starts = 0
+        self.first_starts = 0
+        """Rounds with signed sums whose devices start from the model that no commit is before."""
         self.unknown_starts = 0
         """Rounds with signed sums of which the run's commits do not tell the start model."""
 
@@ -745,6 +747,7 @@ class Rounds:
         # A full buffer has updates from the models of several rounds.
         if not self._job.buffered:
             self.signed_starts += bool(plan.start.digest)
+            self.first_starts += plan.start.is_first
 
     # -- end -----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import click
 
 from isthmus.errors import UserError
 from isthmus.job.apps import registered
-from isthmus.job.promises import level_of, needs_of
+from isthmus.job.promises import NOTHING, level_of, needs_of
 from isthmus.job.schema import Job, job_schema, load_job
 from isthmus.job.unused_layout import unused_layout
 from isthmus.task.loading import keep_process, load_task
@@ -151,6 +151,11 @@ def _show_promises(checked: Job) -> None:
     """Print the level of protection, and what the job needs of owners."""
     if level := level_of(checked):
         click.echo(f"level   {level.sentence}")
+        if level.name != NOTHING:
+            click.echo(
+                "        on a server; of `isthmus run` and `isthmus simulate` nothing is claimed, "
+                "as their devices are processes of your own user"
+            )
     if needs := needs_of(checked):
         click.echo(f"owners  need in policy.toml: {', '.join(needs)}")
 

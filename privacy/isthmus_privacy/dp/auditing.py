@@ -47,6 +47,8 @@ from isthmus_privacy.dp.accounting import (
 CONFIDENCE = 0.9999
 """Confidence of a lower bound: an audit of an honest job raises an alarm in at most one of
 10,000."""
+CANARIES = 1000
+"""Guesses of an audit that is not told how many to make."""
 POWER = 0.99
 """The noise that an audit is said to find is found in at least so many of them."""
 CONFIDENCES = (0.9, 1 - 1e-9)
@@ -177,7 +179,7 @@ class Claim:
             least=least,
             claimed=self.epsilon(),
             most=self.most(guesses, confidence, shares),
-            finds=self._finds(guesses, confidence, allowed, shares),
+            finds=self.finds(guesses, confidence, shares),
         )
 
     def most(self, guesses: int, confidence: float, shares: Shares | None = None) -> float:
@@ -192,10 +194,9 @@ class Claim:
             return None
         return math.floor(math.log(1 - confidence) / math.log(allowed)) + 1
 
-    def _finds(
-        self, guesses: int, confidence: float, allowed: float, shares: Shares | None
-    ) -> float | None:
-        """See `Measurement.finds`."""
+    def finds(self, guesses: int, confidence: float, shares: Shares | None = None) -> float | None:
+        """What so many guesses find, see `Measurement.finds`."""
+        allowed = self.right(1.0, shares)
         low = 0
         high = guesses + 1  # the fewest right guesses that are an alarm; more than all for none
         while low < high:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     help="Then train RUN again on this machine, and compare the model of each round.",
 )
 def prove(run_dir: Path, output: Path | None, replay: bool) -> None:
-    """Write the transcript of the run in the directory RUN, and print its head.
+    """Write the transcript of the run in the directory RUN, and print its head and its check.
 
     It has the plans, receipts, charges and model digests of the run, and what devices have signed,
     in one chain of hashes, of which the head is the last one. `isthmus-verify` checks it on another
@@ -67,7 +68,31 @@ def _write(run_dir: Path, output: Path | None) -> None:
         except OSError as error:
             path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+        check = _check_command(store, path, transcript.head)
     click.echo(f"transcript  {path}  ({transcript.entries} entries)\nhead        {transcript.head}")
+    click.echo(f"check       {check}")
+
+
+def _check_command(store: Store, path: Path, head: str) -> str:
+    """The call of `isthmus-verify` with all that is known of the run, for a shell."""
+    from isthmus_server.storage.damage_checks import FINAL_MODEL
+
+    words = ["isthmus-verify", str(path), "--head", head]
+    model = store.directory / FINAL_MODEL
+    if store.status()[2] is not None and model.exists():
+        words += ["--model", str(model)]
+    # Processes of the server's own user have an authority that nobody else knows.
+    if store.job.federated.secure_aggregation and _had_enrolled_devices(store):
+        words += ["--authority", "authority.pem"]
+    return shlex.join(words)
+
+
+def _had_enrolled_devices(store: Store) -> bool:
+    """Whether an authority with a certificate of its own has enrolled the run's devices."""
+    from isthmus_server.storage.events import RunServed
+
+    served = [each.deployment for each in store.events() if isinstance(each, RunServed)]
+    return bool(served) and "local" not in served
 
 
 def _check_signatures(store: Store) -> None:

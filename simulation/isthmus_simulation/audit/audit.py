@@ -15,7 +15,7 @@ from isthmus.job import Job
 from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus.task import Task, load_task
 from isthmus_privacy.dp.accounting import Composition
-from isthmus_privacy.dp.auditing import Claim, Measurement
+from isthmus_privacy.dp.auditing import CANARIES, Claim, Measurement
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_server.model.global_model import GlobalModel
@@ -68,6 +68,10 @@ class AuditReport:
     """Epsilon of the job's table."""
     delta: float
     measurement: Measurement
+    asked: int
+    """Guesses that were asked for: as runs count as a whole, more may have been made."""
+    usual: float | None
+    """What an audit of the usual size finds, as `Measurement.finds`; None if this one has it."""
     runs: int
     """Simulated ones."""
     undercharged: Undercharge | None
@@ -120,6 +124,9 @@ class AuditReport:
         confidence = in_percent(found.confidence)
         neighbour = "update is" if self.unit == "device" else "gradients are"
         most = f"an epsilon of {found.most:.3g}" if math.isfinite(found.most) else "no noise at all"
+        whole = ""
+        if found.guesses > self.asked:
+            whole = f" ({self.asked} were asked for, and a run counts as a whole)"
         finds = "no missing noise"
         if found.finds is not None:
             finds = f"noise below {found.finds:.0%} of what is promised, in 99 of 100 audits"
@@ -139,12 +146,13 @@ class AuditReport:
             (
                 "guesses",
                 f"{found.right} of {found.guesses} right, in {self.runs} simulated "
-                f"run{'' if self.runs == 1 else 's'}; so at least {found.probability:.1%} are, and "
-                f"the claim allows {found.allowed:.1%}",
+                f"run{'' if self.runs == 1 else 's'}{whole}; so at least {found.probability:.1%} "
+                f"are, and the claim allows {found.allowed:.1%}",
             ),
             (
                 "reach",
-                f"so many guesses can show at most {most}, and find {finds}",
+                f"so many guesses can show at most {most}, which is a limit of the method and not "
+                f"what the job reveals, and find {finds}",
             ),
             ("verdict", self._verdict()),
         ]
@@ -169,7 +177,16 @@ class AuditReport:
             charged = self.undercharged.charged
             due = self.undercharged.due
             return f"ALARM: a ledger has an epsilon of {charged:.3f} for rounds that cost {due:.3f}"
-        return "no alarm: nothing was measured that the claim excludes"
+        missed = "missing noise"
+        if found.finds is not None:
+            missed = f"noise between {found.finds:.0%} and 100% of what is promised"
+        more = ""
+        if self.usual is not None:
+            more = f"; --canaries {CANARIES} would find noise below {self.usual:.0%}"
+        return (
+            f"no alarm: nothing was measured that the claim excludes; {missed} may not have been "
+            f"found{more}"
+        )
 
 
 def finite(number: float) -> float | None:
@@ -323,6 +340,9 @@ class Audit:
         assert self.unit is not None
         found, runs = self._until_enough(one)
         guesses = found.guesses
+        usual = None
+        if guesses.made < CANARIES:
+            usual = claim.finds(CANARIES, self.confidence, guesses.shares)
         return AuditReport(
             job=self.job.name,
             unit=self.unit,
@@ -332,6 +352,8 @@ class Audit:
             measurement=claim.measured(
                 guesses.right, guesses.made, self.confidence, guesses.shares
             ),
+            asked=self.canaries,
+            usual=usual,
             runs=runs,
             undercharged=found.undercharged,
             repeated=(found.most_times, times) if found.most_times > times else None,

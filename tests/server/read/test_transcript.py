@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import shlex
 
 import pytest
 from click.testing import CliRunner
@@ -115,6 +116,8 @@ async def test_a_run_with_devices_is_verified(deployment, kind):
         "In 2 of 2 rounds with secure sums, the accepted devices are exactly" in holds
     ) == secure
     private = PRIVATE[0] in DEVICES[kind]
+    first = "as the one that they start from; in 1, before any commit, the first model."
+    assert (first in holds) == (secure and BUFFERED[0] not in DEVICES[kind])
     assert ("No device was asked for more than the epsilon of the job" in holds) == private
     # Nothing is left open but what no transcript can show.
     assert len(verdict.unknown) == 2, verdict.unknown
@@ -125,8 +128,10 @@ async def test_a_run_with_a_datacenter_is_verified(run_with_datacenter, kind):
     store, coordinator, _ = await run_with_datacenter(*MIXED[kind])
     await coordinator.run()
     verdict = check(io.BytesIO(transcript_of(store)), head=head_of(store))
-    rounds = read_report(store).rounds
-    assert f"has {len(rounds)} committed rounds" in " ".join(verdict.holds)
+    report = read_report(store)
+    assert f"has {len(report.rounds)} committed rounds" in " ".join(verdict.holds)
+    card = model_card(report, store.job, report.final, "model.safetensors", "0" * 64, "0" * 64)
+    assert "1 datacenter trained on data of its own." in card
 
 
 async def test_failed_attempts_and_a_run_under_way_are_verified(deployment):
@@ -137,6 +142,7 @@ async def test_failed_attempts_and_a_run_under_way_are_verified(deployment):
     assert "How the run ends: it is 'running'." in empty.unknown
     await Coordinator(RunParts.of(store, deployment.link)).run()
     verdict = check(io.BytesIO(transcript_of(store)))
+    assert "An `isthmus run` makes one of its own" in " ".join(verdict.unknown)
     assert "2 committed rounds and 1 failed attempts" in " ".join(verdict.holds)
     entries = entries_of(transcript_of(store))
     record = next(content["record"] for kind, content in entries if kind == "round")
@@ -351,12 +357,13 @@ async def test_the_commands_write_and_check_a_transcript(deployment, tmp_path, c
     assert {path.name for path in store.directory.iterdir()} == before
     path = tmp_path / "run.transcript.jsonl"
     head = head_of(store)
-    assert f"head        {head}" in result.output
+    model = str(store.directory / "model.safetensors")
+    call = f"isthmus-verify {path} --head {head} --model {model}"
+    assert result.output.splitlines()[1:] == [f"head        {head}", f"check       {call}"]
     report = read_report(store)
     card = model_card(report, store.job, report.final, "model.safetensors", "0" * 64, head)
     assert f"| head of the run's transcript (`isthmus prove`) | `{head}` |" in card.splitlines()
-    model = str(store.directory / "model.safetensors")
-    assert command.main([str(path), "--head", head, "--model", model]) == 0
+    assert command.main(shlex.split(call)[1:]) == 0
     assert f"head     {head}" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         command.main([str(path), "--head", head[:12]])
@@ -366,6 +373,34 @@ async def test_the_commands_write_and_check_a_transcript(deployment, tmp_path, c
     assert "was cut short within entry" in capsys.readouterr().err
     assert command.main([str(tmp_path / "none")]) == 1
     assert "none: No such file or directory" in capsys.readouterr().err
+
+
+async def test_the_printed_check_of_a_fleets_run_names_its_authority(deployment):
+    await deployment.start()
+    deployment.link.enrolments.deployment = "separate"
+    store = deployment.create_run("run", "rounds=1")
+    assert "--" not in check_of(store).partition("--head ")[2]  # it has no final model yet
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    assert check_of(store).endswith("/model.safetensors --authority authority.pem")
+    plain = deployment.create_run("plain", "rounds=1", PLAIN)
+    await Coordinator(RunParts.of(plain, deployment.link)).run()
+    assert check_of(plain).endswith("/model.safetensors")
+
+
+async def test_a_run_without_signed_sums_says_that_simulated_devices_sign_nothing(deployment):
+    await deployment.start()
+    store = deployment.create_run("run", "rounds=1")
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    (store.directory / "signed-sums.jsonl").unlink()
+    unknown = " ".join(check(io.BytesIO(transcript_of(store))).unknown)
+    assert "in 1 secure rounds: there are no signed sums of them. Simulated devices sign" in unknown
+
+
+def check_of(store):
+    """The line of `isthmus prove` that has the call of the verifier."""
+    result = CliRunner().invoke(prove, [str(store.directory)])
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()[-1]
 
 
 async def test_a_run_with_a_signature_that_does_not_hold_has_no_transcript(deployment, tmp_path):

@@ -87,8 +87,9 @@ def _data_statement(report: Report, job: Job) -> Iterator[str]:
     if datacenters:
         spent = report.examples_privacy
         noise = "" if spent is None else f" Each step had noise (DP-SGD): {spent.sentence}."
-        plural = "s" * (datacenters > 1)
-        yield f"{datacenters} datacenter{plural} trained on data of their own.{noise}\n"
+        who = "datacenters" if datacenters > 1 else "datacenter"
+        whose = "their" if datacenters > 1 else "its"
+        yield f"{datacenters} {who} trained on data of {whose} own.{noise}\n"
     if job.exchange.has_personal:
         yield (
             "A part of the model is personal (`exchange`): each device has its own, and this file "

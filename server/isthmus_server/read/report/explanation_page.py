@@ -15,6 +15,7 @@ from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.read.report.durations import duration
 from isthmus_server.read.report.explain import ExplainedDecision, Explanation
 from isthmus_server.read.report.forecasts import compared, in_words
+from isthmus_server.read.report.left_out_groups import left_out_sums
 from isthmus_server.read.report.report import figures_apart, format_metrics
 from isthmus_server.storage.records import EndedAttempt, FailedAttempt
 from isthmus_server.strategy.decision import Decision, RequestedComparison
@@ -285,8 +286,10 @@ def _planned(explained: ExplainedDecision) -> list[str]:
 
 def _incidents(record: EndedAttempt) -> list[str]:
     """What happened to the participants that were not accepted, or not without incident."""
-    named = [receipt for receipt in record.receipts if receipt.reason]
-    lines = [
+    groups, others = left_out_sums(record)
+    named = [receipt for receipt in others if receipt.reason]
+    lines = [f"{who}: {reason}" for who, reason in groups]
+    lines += [
         in_a_line(f"{receipt.participant} {receipt.outcome}: {receipt.reason}")
         for receipt in named[:INCIDENTS]
     ]

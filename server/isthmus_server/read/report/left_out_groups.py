@@ -1,4 +1,8 @@
-"""Rounds in which more random groups were left out than their robust rule withstands of any lies.
+"""Random groups whose sums a robust rule has left out, in words.
+
+A group is told as one, and not by its devices: most of them have done nothing wrong.
+
+Then rounds in which more groups were left out than their rule withstands of any lies.
 
 So many are left out because they were long. Others that lie in another way would not have been, and
 a rule is not made for so many of both together.
@@ -6,11 +10,35 @@ a rule is not made for so many of both together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isthmus.job.federated import FederatedSection
-from isthmus_server.storage.records import RoundRecord
+from isthmus.printable import in_a_line
+from isthmus_server.storage.records import EndedAttempt, Receipt, RoundRecord
+
+
+def left_out_sums(record: EndedAttempt) -> tuple[list[tuple[str, str]], list[Receipt]]:
+    """Each group that an attempt has left out, with the reason, and the receipts of all others."""
+    groups = record.groups if isinstance(record, RoundRecord) else {}
+    left_out = {name for name, group in groups.items() if group.left_out}
+    devices = Counter[str]()
+    reasons: dict[str, str] = {}
+    others: list[Receipt] = []
+    for receipt in record.receipts:
+        name = receipt.group
+        if receipt.status != "accepted" or name not in left_out:
+            others.append(receipt)
+            continue
+        devices[name] += 1
+        why = receipt.reason.removeprefix(f"the sum of its group {name} was left out: ")
+        reasons[name] = in_a_line(f"its sum was left out: {why}")
+    told = [
+        (in_a_line(f"group {name} ({devices[name]} devices)"), reasons[name])
+        for name in sorted(reasons)
+    ]
+    return told, others
 
 
 def more_than_withstood(job: Mapping[str, Any], rounds: Sequence[RoundRecord]) -> list[str]:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from isthmus.printable import in_a_line
 from isthmus_server.read.report.late_devices import LateDevices
-from isthmus_server.read.report.report import format_metrics, told_receipts
+from isthmus_server.read.report.report import format_metrics, told_incidents
 from isthmus_server.read.report.unused_updates import WINDOW, unused_updates
 from isthmus_server.storage.events import (
     CohortAwaited,
@@ -163,7 +163,7 @@ class ProgressView:
             f"{metrics:<32} cost {record.cost.price:<6g} {_privacy(record)}"
             f"{record.seconds:6.2f} s  [dim]{_safe(self._reason(record.reason))}[/dim]"
         )
-        for who, reason in told_receipts(record.receipts):
+        for who, reason in told_incidents(record):
             self._print(f"           [yellow]{_safe(who)}:[/yellow] {_safe(reason)}")
         if record.evaluation is not None and record.evaluation.error:
             error = f"evaluation on devices: {_safe(record.evaluation.error)}"

@@ -20,7 +20,7 @@ from isthmus.task.measurements.metrics import DEVICES, SPREAD
 from isthmus_server.budgets.budget import ADJACENCY, UNIT
 from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.read.report.late_devices import LateDevices
-from isthmus_server.read.report.left_out_groups import more_than_withstood
+from isthmus_server.read.report.left_out_groups import left_out_sums, more_than_withstood
 from isthmus_server.read.report.measurements import (
     ForecastError,
     MeasuredFigure,
@@ -261,11 +261,14 @@ def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
 
 
 def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
-    """Receipts with a reason, unusable and clipped updates, and who declined or left."""
-    lines = [
+    """Suspected devices, receipts with a reason, unusable updates, and who declined or left."""
+    # First what decides which devices to look at.
+    lines = suspicions(report.rounds)
+    lines += more_than_withstood(report.job, report.rounds)
+    lines += [
         f"round {record.round}: {who}: {reason}"
         for record in attempts
-        for who, reason in told_receipts(record.receipts)
+        for who, reason in told_incidents(record)
     ]
     lines += [
         f"round {record.round}: {sentence}"
@@ -273,8 +276,6 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         for sentence in record.incidents
     ]
     lines += unused_updates(report.rounds)
-    lines += more_than_withstood(report.job, report.rounds)
-    lines += suspicions(report.rounds)
     with_devices = sum(record.regime != "datacenter" for record in report.rounds)
     lines += LateDevices(report.events).sentences(with_devices)
     lines += [
@@ -344,6 +345,12 @@ def _planned_and_measured(report: Report) -> list[str]:
 
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:.3g} MB"
+
+
+def told_incidents(record: EndedAttempt) -> list[tuple[str, str]]:
+    """Which sums of groups were left out of an attempt, and who was lost, and why."""
+    groups, others = left_out_sums(record)
+    return [*groups, *told_receipts(others)]
 
 
 def told_receipts(receipts: Sequence[Receipt]) -> list[tuple[str, str]]:

@@ -87,6 +87,15 @@ class Median(CoordinateWise):
         return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
+class NothingTrimmed(JobError):
+    """A share of a quorum of updates is less than one update."""
+
+    def __init__(self, sentence: str, share: float) -> None:
+        """`sentence` is what to show, and `share` the one that is too small."""
+        super().__init__(sentence)
+        self.share = share
+
+
 class TrimmedMeanSettings(Section):
     """Settings of `trimmed-mean`."""
 
@@ -101,7 +110,8 @@ class TrimmedMean(CoordinateWise):
         """Check the share.
 
         Raises:
-            JobError: it leaves nothing, or trims nothing from a quorum of updates.
+            JobError: it leaves nothing.
+            NothingTrimmed: it trims nothing from a quorum of updates.
         """
         table = federated.aggregation_settings
         self.share = parse_settings(TrimmedMeanSettings, table, SETTINGS).share
@@ -111,7 +121,8 @@ class TrimmedMean(CoordinateWise):
                 "it must be below 0.5"
             )
         if reason := self._unprotected(federated.needed):
-            raise JobError(f"{reason}; raise it, federated.quorum or federated.cohort")
+            what = "raise it, federated.quorum or federated.cohort"
+            raise NothingTrimmed(f"{reason}; {what}", self.share)
 
     def begin(self, facts: AggregatedRound) -> SortedColumns:
         """Begin a round.

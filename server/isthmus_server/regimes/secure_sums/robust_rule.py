@@ -23,7 +23,12 @@ import torch
 
 from isthmus.errors import JobError, RoundFailed, UserError
 from isthmus.job.federated import FederatedSection
-from isthmus_server.regimes.aggregation.coordinate_wise import Median, TrimmedMean
+from isthmus_server.regimes.aggregation.coordinate_wise import (
+    SETTINGS,
+    Median,
+    NothingTrimmed,
+    TrimmedMean,
+)
 from isthmus_server.regimes.aggregation.loading import load_rule
 from isthmus_server.regimes.aggregation.rule import AggregatedRound, AggregationRule, SingleUpdate
 
@@ -65,10 +70,10 @@ class RobustRule:
         assert plain is not None
         try:
             rule = load_rule(plain)
+        except NothingTrimmed as error:
+            raise JobError(_nothing_trimmed(federated, error.share)) from error
         except UserError as error:
-            reason = str(error).replace(
-                "federated.aggregation_settings", "federated.robust_settings"
-            )
+            reason = str(error).replace(SETTINGS, "federated.robust_settings")
             raise JobError(
                 f"federated.robust={self._name!r} over {plain.needed} of {plain.cohort} groups: "
                 f"{reason}"
@@ -153,6 +158,21 @@ class RobustRule:
         return left_out
 
 
+def _nothing_trimmed(federated: FederatedSection, share: float) -> str:
+    """Says why a share of the groups is too small, and what to change.
+
+    Not the cohort: more devices are larger groups, and no more of them.
+    """
+    needed = federated.needed_groups
+    enough = math.ceil(100 / needed) / 100
+    return (
+        f"federated.robust={federated.robust!r} leaves out federated.robust_settings.share="
+        f"{share:g} of the groups at each end, and with a quorum of {federated.needed} devices "
+        f"only {needed} of {federated.robust_groups} random groups need be there, of which that "
+        f"is less than one; raise the share to {enough:g} or more, or federated.robust_groups"
+    )
+
+
 def check_robust(federated: FederatedSection) -> list[str]:
     """Check the rule that a job names; what it withstands, in words, or nothing without one.
 
@@ -233,4 +253,12 @@ def chance_of_more(most: int, groups: int, each: int, liars: int) -> float:
 
 
 def _times(norm: float, reference: float) -> str:
-    return f"{norm / reference:.2g}" if reference > 0 else "infinitely many"
+    """How many times as long, with two digits, and without an exponent if it is readable so.
+
+    >>> _times(4.52, 1), _times(123, 1), _times(1e9, 1), _times(1, 0)
+    ('4.5', '120', '1e+09', 'infinitely many')
+    """
+    if reference <= 0:
+        return "infinitely many"
+    text = f"{norm / reference:.2g}"
+    return f"{float(text):.0f}" if 100 <= float(text) < 1e6 else text

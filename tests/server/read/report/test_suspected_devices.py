@@ -1,10 +1,13 @@
 """Devices whose random groups are left out round after round are named."""
 
+import dataclasses
 import random
 
 import pytest
 from tests.server.storage.records import round_record
 
+from isthmus_server.read.report.left_out_groups import left_out_sums
+from isthmus_server.read.report.report import told_incidents
 from isthmus_server.read.report.suspected_devices import suspected_devices, suspicions
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.gradients import GroupSum
@@ -46,6 +49,23 @@ def test_liars_are_named_and_nobody_else():
     assert all(each.left_out == each.rounds == 40 for each in found)
     (*_, sentence) = suspicions(rounds(40, liars))
     assert "left out in 40 of 40 rounds" in sentence
+
+
+def test_a_group_that_was_left_out_is_told_as_one_and_accuses_no_device():
+    (record,) = rounds(1, DEVICES[:1])
+    (bad,) = [name for name, group in record.groups.items() if group.left_out]
+    why = f"the sum of its group {bad} was left out: its mean is long"
+    receipts = [
+        dataclasses.replace(each, reason=why if each.group == bad else "")
+        for each in record.receipts
+    ]
+    late = Receipt(participant="late", regime="federated", status="dropped", reason="it was slow")
+    record = dataclasses.replace(record, receipts=[*receipts, late])
+    assert told_incidents(record) == [
+        (f"group {bad} (12 devices)", "its sum was left out: its mean is long"),
+        ("late dropped", "it was slow"),
+    ]
+    assert len(left_out_sums(record)[1]) == len(DEVICES) - 12 + 1
 
 
 def test_a_device_that_lies_later_is_named_too():
