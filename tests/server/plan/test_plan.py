@@ -73,6 +73,39 @@ def test_memory_is_that_of_the_report(job_file):
     assert plan.fits(known[0]) == (known[0].peak <= 1e-6 * 2**30)
 
 
+POSITIONS = """
+    def model(self):
+        class Positions(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lift = nn.Linear(4, 8)
+                self.places = nn.Embedding(8, 8)
+                self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+                self.head = nn.Linear(8, 3)
+
+            def forward(self, x):
+                hidden = self.lift(x)[:, None] + self.places(torch.arange(5))
+                for block in self.blocks:
+                    hidden = block(hidden)
+                return self.head(hidden.mean(1))
+
+        return Positions()
+"""
+
+
+def test_a_split_that_fails_is_told_in_one_sentence(job_file, write_task, caplog):
+    write_task(POSITIONS)
+    options = PlanOptions(ranks=2, layouts=True)
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), options)
+    refused = [each for each in plan.sides.datacenter.others if each.refused]
+    assert {each.keys["pipeline_parallel"] for each in refused} == {2}
+    for each in refused:
+        assert "for example, no stage can pass over positions(torch.arange(n))" in each.refused
+        assert "(Attempting" not in each.refused
+        assert "give the task a pipeline_stages(model, n)" in each.refused
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
 def test_operations_are_those_that_a_round_counts(job_file):
     plan = plan_of(job_file, ("datacenter.accumulate=2", *RANKS), PlanOptions())
     task = load_task(plan.job.task.source, {}, base=job_file.parent)
