@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from isthmus.job.planned import FAKE, WHY_NO_SUM, Figure, PlannedLayout, PlannedRanks
+from isthmus_server.plan.compared_layouts import (
+    COMPUTING_ALONE,
+    WHERE_TIME,
+    grouped_refusals,
+    layout_rows,
+)
 from isthmus_server.plan.devices import PlannedDevices
 from isthmus_server.plan.planned_job import PlannedJob
 from isthmus_server.plan.trials import Trials
@@ -52,18 +58,6 @@ def short(figure: Figure) -> str:
     return figure.text.rpartition(f" ({figure.how})")[0]
 
 
-def grouped_refusals(layouts: Iterable[PlannedLayout]) -> dict[str, str]:
-    """Refused layouts in words, by the reason."""
-    refused: dict[str, list[str]] = {}
-    for each in layouts:
-        if each.refused:
-            refused.setdefault(each.refused, []).append(each.text)
-    return {
-        why: texts[0] + (f" and {len(texts) - 1} more" if len(texts) > 1 else "")
-        for why, texts in refused.items()
-    }
-
-
 def _of_ranks(plan: PlannedJob, ranks: PlannedRanks) -> list[str]:
     kind = "GPUs" if ranks.on_gpus else "processors"
     found = ["", f"datacenter, {ranks.ranks} ranks ({kind}), {ranks.examples} examples a step"]
@@ -82,15 +76,43 @@ def _of_ranks(plan: PlannedJob, ranks: PlannedRanks) -> list[str]:
     found += _named(plan.goodput(ranks))
     if ranks.collectives:
         found.append(f"  collectives: {ranks.collectives}")
-    if ranks.others:
-        found.append("  layouts, by the peak of a rank:")
-    for each in ranks.others:
-        if not each.refused:
-            fits = {True: ", fits", False: ", does not fit", None: ""}[plan.fits(each)]
-            found.append(f"    {each.text}: {each.peak:,} bytes{fits}")
-    for why, text in grouped_refusals(ranks.others).items():
-        found.append(f"    {text}: refused: {why}")
-    return found
+    return found + _of_layouts(plan, ranks)
+
+
+def _of_layouts(plan: PlannedJob, ranks: PlannedRanks) -> list[str]:
+    """The layouts that are compared, and what their order says."""
+    rows = layout_rows(plan, ranks)
+    refused = grouped_refusals(ranks.others)
+    found = []
+    if rows or refused:
+        found.append(f"  layouts, {order_of_layouts(plan)}:")
+    for each in rows:
+        fits = {True: ", fits", False: ", does not fit", None: ""}[each.fits]
+        step = f", {each.step}" if each.step else ""
+        found.append(f"    {each.text}: {each.layout.peak:,} bytes{fits}{step}")
+    found += [f"    {text}: refused: {why}" for why, text in refused.items()]
+    note = note_of_layouts(plan)
+    return [*found, f"  {note}"] if note else found
+
+
+def order_of_layouts(plan: PlannedJob) -> str:
+    """By what the layouts are ordered, a clause."""
+    ranks = plan.sides.datacenter
+    assert ranks is not None
+    timed = any(each.seconds for each in layout_rows(plan, ranks))
+    return "most examples a second first" if timed else "by the peak of a rank"
+
+
+def note_of_layouts(plan: PlannedJob) -> str:
+    """What their comparison does not say, a sentence; empty if nothing is compared, or it says all.
+
+    Of several layouts it names the option that has the time of a step.
+    """
+    ranks = plan.sides.datacenter
+    rows = [] if ranks is None else layout_rows(plan, ranks)
+    if len(rows) < 2 or plan.options.gpu is not None:
+        return ""
+    return COMPUTING_ALONE if any(each.seconds for each in rows) else WHERE_TIME
 
 
 def _of_layout(plan: PlannedJob, layout: PlannedLayout) -> list[str]:

@@ -9,8 +9,15 @@ from markupsafe import Markup
 
 from isthmus.job.planned import WHY_NO_SUM, PlannedRanks
 from isthmus_server.plan.changes import ChangedPlan
+from isthmus_server.plan.compared_layouts import grouped_refusals, layout_rows
 from isthmus_server.plan.cost import UNIT_OF_PRICE
-from isthmus_server.plan.lines import WHERE_QUALITY, WHERE_RATE, grouped_refusals, short
+from isthmus_server.plan.lines import (
+    WHERE_QUALITY,
+    WHERE_RATE,
+    note_of_layouts,
+    order_of_layouts,
+    short,
+)
 from isthmus_server.plan.planned_job import PlannedJob
 from isthmus_server.plan.trials import PolicyTrial, Trials
 from isthmus_server.read.pages.charts import Line, Point, lines_chart
@@ -48,6 +55,8 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         policies=[] if trials is None else [_row(plan, each) for each in trials.policies],
         facts=list(_facts(plan)),
         layouts=_layouts(plan),
+        order_of_layouts="" if plan.sides.datacenter is None else order_of_layouts(plan),
+        note_of_layouts=note_of_layouts(plan),
         changes=[(each.name, _figures(each)) for each in plan.changes],
         assumptions=list(_assumptions(plan)),
     )
@@ -174,12 +183,11 @@ def _layouts(plan: PlannedJob) -> list[Sequence[str]]:
         return []
     words = {True: "fits", False: "does not fit", None: ""}
     found: list[Sequence[str]] = [
-        (each.text, f"{each.peak:,} bytes", words[plan.fits(each)])
-        for each in ranks.others
-        if not each.refused
+        (each.text, f"{each.layout.peak:,} bytes", words[each.fits], each.step)
+        for each in layout_rows(plan, ranks)
     ]
-    found += [(text, "", f"refused: {why}") for why, text in grouped_refusals(ranks.others).items()]
-    return found
+    refused = grouped_refusals(ranks.others)
+    return found + [(text, "", f"refused: {why}", "") for why, text in refused.items()]
 
 
 def _figures(changed: ChangedPlan) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from isthmus.errors import UserError
-from isthmus.job import Job
+from isthmus.job import Job, with_changes
 from isthmus.job.planned import (
     FAKE,
     GIVEN,
@@ -20,6 +20,7 @@ from isthmus.job.planned import (
 from isthmus.task import Task
 from isthmus_server.plan.calibration import Calibration, PlanError
 from isthmus_server.plan.changes import ChangedPlan, changed_plans
+from isthmus_server.plan.compared_layouts import ordered
 from isthmus_server.plan.cost import possible_regimes
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.sides import Sides
@@ -60,12 +61,16 @@ class PlannedJob:
         if options.nodes is not None:
             peak_of(options.nodes.gpu, job)
         ranks = job.datacenter.ranks if options.ranks is None else options.ranks
+        by_rate = options.gpu is not None or options.tflops is not None or options.measure
+        memory = options.memory_of_rank
         question = RanksQuestion(
             on_gpus=options.on_gpus,
             layouts=options.layouts,
             measure=options.measure,
             traffic=options.gpu is not None,
             collectives=options.collectives,
+            operations_of_layouts=by_rate,
+            memory=None if memory is None else memory * 2**30,
         )
         calibration = None
         if options.calibrate is not None:  # before what takes long
@@ -156,6 +161,27 @@ class PlannedJob:
         how = f"model of --gpu {self.options.gpu}"
         parts = figures_of_step(step, how)
         return parts + self._times(step.seconds, step.seconds, how)
+
+    def step_seconds(self, ranks: PlannedRanks, layout: PlannedLayout) -> float | None:
+        """Seconds of a step in a layout that is compared, by what those of the job's own are.
+
+        None if they are not known, or there is no rate.
+        """
+        if layout.operations is None:
+            return None
+        if self.options.nodes is not None:
+            other = dataclasses.replace(
+                ranks,
+                layout=layout,
+                examples=layout.examples,
+                operations=layout.operations,
+                traffic=layout.traffic,
+            )
+            job = with_changes(self.job, layout.changes(ranks.ranks))
+            step = step_time(job, other, self.options.nodes, self.options.peak_share)
+            return None if step is None else step.seconds
+        rate = ranks.rate if self.options.tflops is None else self.options.tflops * 1e12
+        return None if rate is None else layout.operations / rate
 
     @property
     def assumptions(self) -> list[str]:
@@ -263,7 +289,14 @@ class PlannedJob:
             "device": "gpu" if ranks.on_gpus else "cpu",
             "examples": ranks.examples,
             "layout": self._layout_json(ranks.layout),
-            "layouts": [self._layout_json(each) for each in ranks.others],
+            "layouts": [
+                {
+                    **self._layout_json(each),
+                    "examples": each.examples or None,
+                    "step_seconds": self.step_seconds(ranks, each),
+                }
+                for each in ordered(self, ranks)
+            ],
             "largest": {"name": ranks.largest[0], "bytes": ranks.largest[1], "how": FAKE},
             "step": [each.to_json() for each in self.step(ranks)],
             "unknown": ranks.unknown or ranks.traffic_unknown,
