@@ -49,8 +49,8 @@ class LayoutRow:
         """The time of a step in words; empty if it is not known."""
         if not self.seconds:
             return ""
-        rate = self.layout.examples / self.seconds
-        return f"{self.seconds:.4g} s a step of {self.layout.examples}, {rate:,.4g} examples/s"
+        rate = float(f"{self.layout.examples / self.seconds:.3g}")
+        return f"{self.seconds:.4g} s a step of {self.layout.examples}, {rate:,.10g} examples/s"
 
 
 def ordered(plan: Compares, ranks: PlannedRanks) -> list[PlannedLayout]:
@@ -64,7 +64,7 @@ def ordered(plan: Compares, ranks: PlannedRanks) -> list[PlannedLayout]:
         seconds = plan.step_seconds(ranks, layout)
         each = math.inf if seconds is None else seconds / layout.examples
         # As many digits as are shown: rounding is no difference.
-        shown = each if math.isinf(each) else float(f"{each:.4g}")
+        shown = each if math.isinf(each) else float(f"{each:.3g}")
         return bool(layout.refused), plan.fits(layout) is False, shown, layout.peak
 
     return sorted(ranks.others, key=place)

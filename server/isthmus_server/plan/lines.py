@@ -142,7 +142,7 @@ def _of_trials(trials: Trials) -> list[str]:
         found.append(f"    {each.policy:<13} {text}")
         if each.forecast is not None and each.note:
             found.append(f"      {each.note}")
-    return found
+    return [*found, f"  {trials.overlap}"] if trials.overlap else found
 
 
 def _named(figures: Iterable[Figure]) -> list[str]:

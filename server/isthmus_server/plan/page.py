@@ -52,6 +52,7 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         chart=Markup() if trials is None else quality_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
+        overlap="" if trials is None else trials.overlap,
         policies=[] if trials is None else [_row(plan, each) for each in trials.policies],
         facts=list(_facts(plan)),
         layouts=_layouts(plan),
@@ -123,10 +124,10 @@ def _legend(trials: Trials) -> Iterator[tuple[str, str]]:
 def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
     """Policy, rounds, cost, duration, quality in the trial, and at the end."""
     forecast = trial.forecast
-    if forecast is None or forecast.reached is None:
-        return (trial.policy, "", "", "", "", trial.note)
     last = [points[-1].value for points in trial.seeds if points]
     tried = " and ".join(digits(each) for each in last)
+    if forecast is None or forecast.reached is None:
+        return (trial.policy, "", "", "", tried, trial.note)
     took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds))
     reached = forecast.reached
     end = f"{digits(reached.median)} ({digits(reached.low)} to {digits(reached.high)})"

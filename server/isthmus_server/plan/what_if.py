@@ -51,7 +51,7 @@ class Trained:
         """All of it in words."""
         return (
             f"{digits(self.value)}, {self.rounds} rounds, cost {digits(self.price)}, "
-            f"{duration(self.seconds)}"
+            f"{time_in_words(self.seconds)}"
         )
 
 
@@ -99,7 +99,7 @@ class Alternative:
         return (
             f"{_interval(self.reached)}, "
             f"{_range(self.rounds)} rounds, cost {_range(self.price)}, "
-            f"{' to '.join(dict.fromkeys(duration(each) for each in self.seconds))}"
+            f"{time_in_words(*self.seconds)}"
         )
 
     @property
@@ -345,6 +345,17 @@ def _evidence(log: RoundLog) -> Sequence[str]:
 
 def _rows(alternatives: Sequence[Alternative]) -> list[str]:
     return [f"  {each.policy:<13} {each.text}" for each in alternatives]
+
+
+def time_in_words(*ends: float) -> str:
+    """The time of a run, or its ends; of simulated devices without a speed it is 0, and not known.
+
+    >>> time_in_words(0.0, 0.0)
+    'time not known'
+    """
+    if not any(ends):
+        return "time not known"
+    return " to ".join(dict.fromkeys(duration(each) for each in ends))
 
 
 def _interval(found: Interval) -> str:

@@ -228,8 +228,8 @@ def test_layouts_are_compared_by_the_time_of_their_steps(job_file):
             assert plan.step_seconds(ranks, each) == found["time of a step"]
             assert each.examples == alone.sides.datacenter.examples
     rows = layout_rows(plan, ranks)
-    rates = [each.layout.examples / each.seconds for each in rows]
-    assert rates == sorted(rates, reverse=True)
+    taken = [float(f"{each.seconds / each.layout.examples:.3g}") for each in rows]
+    assert taken == sorted(taken)
     # With one replica all ZeRO stages are the same.
     (whole,) = (each for each in rows if each.layout.keys["tensor_parallel"] == 4)
     assert whole.text.startswith("zero_stage=0, 1, 2 or 3, tensor_parallel=4")
