@@ -334,6 +334,17 @@ def test_the_cost_of_the_jobs_own_policy_is_said(policy, kinds, job_file):
         assert own.value == pytest.approx(sum(each[kind] * count for kind, count in kinds.items()))
 
 
+def test_any_mixture_is_of_all_regimes_that_the_job_can_have(job_file):
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=alternate", "rounds=2"), PlanOptions())
+    found = figures(plan.sides.cost)
+    hybrid = plan_of(job_file, (*RANKS, "strategy.policy=hybrid", "rounds=2"), PlanOptions())
+    assert found["all rounds hybrid"].value == hybrid.sides.cost[0].value
+    assert found["any mixture"].most == found["all rounds hybrid"].value
+    assert found["any mixture"].most > found["all rounds federated"].value
+    assert found["any mixture"].value == found["all rounds datacenter"].value
+    assert found["the job's policy, alternate"].most is None
+
+
 def test_the_plan_says_why_the_peak_is_no_sum(job_file):
     plan = plan_of(job_file, RANKS, PlanOptions())
     said = "peak is not the sum of the parts: of parameters and gradients that zero_stage 1 to 3 "
