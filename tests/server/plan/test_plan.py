@@ -147,7 +147,7 @@ def test_the_table_is_of_jobs_with_the_changes(job_file):
     base = plan_of(job_file, (*RANKS, *DEVICES), PlanOptions())
     rows = {each.name: each for each in base.changes}
     assert {"as it is", "cohort x 2", "cohort / 2", "ranks x 2", "ZeRO 3"} <= rows.keys()
-    for name in ("cohort x 2", "updates of 3 bits", "ranks x 2", "ZeRO 3"):
+    for name in ("cohort x 2", "updates of 3 bits, one element in 4", "ranks x 2", "ZeRO 3"):
         row = rows[name]
         task = load_task(base.job.task.source, {}, base=job_file.parent)
         changed = with_changes(base.job, row.changes)
