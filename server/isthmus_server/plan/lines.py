@@ -23,6 +23,12 @@ WHERE_RATE = (
 WHERE_QUALITY = "not said: simulate the first rounds by --trial"
 """Which option says the quality."""
 
+WHOLE_PRICE = (
+    "the price of a datacenter's step is of all its ranks together: for another number of ranks, "
+    "give prices.datacenter_step anew"
+)
+"""Why more ranks cost the same."""
+
 
 def lines_of(plan: PlannedJob) -> list[str]:
     """All parts, one after the other."""
@@ -35,6 +41,7 @@ def lines_of(plan: PlannedJob) -> list[str]:
     found += _named(plan.sides.privacy) or ["  none is promised: the job has no noise"]
     found += ["", "cost"]
     found += _named(plan.sides.cost)
+    found += [f"  {WHOLE_PRICE}"] if plan.sides.datacenter is not None else []
     found += [f"  {each}" for each in plan.limits]
     found += ["", "quality"]
     found += [f"  {WHERE_QUALITY}"] if plan.trials is None else _of_trials(plan.trials)
@@ -142,7 +149,7 @@ def _of_trials(trials: Trials) -> list[str]:
         found.append(f"    {each.policy:<13} {text}")
         if each.forecast is not None and each.note:
             found.append(f"      {each.note}")
-    return [*found, f"  {trials.overlap}"] if trials.overlap else found
+    return found + [f"  {each}" for each in (trials.overlap, trials.steps) if each]
 
 
 def _named(figures: Iterable[Figure]) -> list[str]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
-from isthmus.job.planned import WHY_NO_SUM, PlannedRanks
+from isthmus.job.planned import WHY_NO_SUM, PlannedLayout, PlannedRanks
 from isthmus_server.plan.changes import ChangedPlan
 from isthmus_server.plan.compared_layouts import grouped_refusals, layout_rows
 from isthmus_server.plan.cost import UNIT_OF_PRICE
 from isthmus_server.plan.lines import (
     WHERE_QUALITY,
     WHERE_RATE,
+    WHOLE_PRICE,
     note_of_layouts,
     order_of_layouts,
     short,
@@ -52,13 +54,13 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         chart=Markup() if trials is None else quality_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
-        overlap="" if trials is None else trials.overlap,
+        notes=[] if trials is None else [x for x in (trials.overlap, trials.steps) if x],
         policies=[] if trials is None else [_row(plan, each) for each in trials.policies],
-        facts=list(_facts(plan)),
+        facts=[(name, _with_mb(value)) for name, value in _facts(plan)],
         layouts=_layouts(plan),
         order_of_layouts="" if plan.sides.datacenter is None else order_of_layouts(plan),
         note_of_layouts=note_of_layouts(plan),
-        changes=[(each.name, _figures(each)) for each in plan.changes],
+        changes=[(each.name, _with_mb(_figures(each))) for each in plan.changes],
         assumptions=list(_assumptions(plan)),
     )
 
@@ -184,11 +186,41 @@ def _layouts(plan: PlannedJob) -> list[Sequence[str]]:
         return []
     words = {True: "fits", False: "does not fit", None: ""}
     found: list[Sequence[str]] = [
-        (each.text, f"{each.layout.peak:,} bytes", words[each.fits], each.step)
+        (
+            each.text,
+            _with_mb(f"{each.layout.peak:,} bytes"),
+            _parts(each.layout),
+            words[each.fits],
+            each.step,
+        )
         for each in layout_rows(plan, ranks)
     ]
     refused = grouped_refusals(ranks.others)
-    return found + [(text, "", f"refused: {why}", "") for why, text in refused.items()]
+    return found + [(text, "", "", f"refused: {why}", "") for why, text in refused.items()]
+
+
+def _parts(layout: PlannedLayout) -> str:
+    """What the memory of a layout is made of, in MB."""
+    parts = {name: size for name, size in layout.memory.items() if name != "peak"}
+    return ", ".join(f"{name} {size / 1e6:.4g} MB" for name, size in parts.items())
+
+
+def _with_mb(text: str) -> str:
+    """A text with the bytes in it in MB too, from one MB on.
+
+    >>> _with_mb("950,400 to 1,899,152 bytes (exact)")
+    '950,400 to 1,899,152 bytes, 0.9504 to 1.899 MB (exact)'
+    >>> _with_mb("128 bytes")
+    '128 bytes'
+    """
+
+    def in_mb(found: re.Match[str]) -> str:
+        sizes = [int(each.replace(",", "")) for each in found[0].split() if each[0].isdigit()]
+        if max(sizes) < 1e6:
+            return found[0]
+        return f"{found[0]}, {' to '.join(f'{each / 1e6:.4g}' for each in sizes)} MB"
+
+    return re.sub(r"[\d,]+( to [\d,]+)? bytes", in_mb, text)
 
 
 def _figures(changed: ChangedPlan) -> str:
@@ -225,6 +257,8 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
     if devices is not None:
         yield from (f"{note[0].upper()}{note[1:]}." for note in devices.notes)
     yield from (f"{each[0].upper()}{each[1:]}." for each in plan.limits)
+    if ranks is not None:
+        yield f"{WHOLE_PRICE[0].upper()}{WHOLE_PRICE[1:]}."
     yield "Cost has the prices of the job, if all invited devices take part and no attempt fails."
 
 

@@ -63,6 +63,9 @@ class Trials:
     rounds: int
     """Most rounds of each trial."""
     policies: Sequence[PolicyTrial]
+    steps: str = ""
+    """How steps of the trials' datacenter differ from those of the job's, a sentence; empty if they
+    have as many examples, or there are none."""
 
     @classmethod
     def of(cls, job: Job, base: Path, names: Sequence[str], rounds: int, ranks: int) -> Self:
@@ -79,6 +82,7 @@ class Trials:
             UserError: nothing can be trained or evaluated, with the reason.
         """
         refuse_private(job, "--trial")
+        planned = job
         if ranks and not job.datacenter.ranks:
             job = with_changes(job, {"datacenter.ranks": 1})  # simulated ranks are one anyway
         train = train_trial("a trial")
@@ -109,7 +113,9 @@ class Trials:
         tried += [PolicyTrial(policy=name, note=why) for name, why in failed.items()]
         order = list(dict.fromkeys(names))
         tried.sort(key=lambda each: order.index(each.policy))
-        return cls(metric=shown, rounds=rounds, policies=tried)
+        kinds = {each.plan.regime for log in every for each in log.rounds}
+        steps = _other_steps(planned, ranks) if kinds - {"federated"} else ""
+        return cls(metric=shown, rounds=rounds, policies=tried, steps=steps)
 
     @property
     def overlap(self) -> str:
@@ -138,6 +144,7 @@ class Trials:
             "metric": self.metric,
             "rounds": self.rounds,
             "overlap": self.overlap,
+            "steps": self.steps,
             "policies": [each.to_json() for each in self.policies],
         }
 
@@ -158,6 +165,31 @@ def policies_of(job: Job, regimes: Sequence[Kind], *, datacenter: bool) -> list[
     if datacenter and len(names) > 2:
         names.append("hybrid")
     return list(dict.fromkeys(names))
+
+
+def _other_steps(job: Job, ranks: int) -> str:
+    """How steps of one simulated rank differ from those of the ranks; empty if they do not.
+
+    Args:
+        job: that is planned.
+        ranks: of the planned datacenter; 0 for none.
+    """
+    section = job.datacenter
+    if not ranks or section.privacy is not None:
+        return ""
+    try:
+        replicas = section.replicas(ranks)
+        planned = replicas * section.for_replicas(replicas).batch_size
+    except ValueError:  # the job's own policy needs no ranks, so that they were not checked
+        return ""
+    tried = section.for_replicas(1).batch_size
+    if planned == tried:
+        return ""
+    return (
+        f"steps of the trials' datacenter, which is one rank, have {tried} examples, and those of "
+        f"{ranks} ranks {planned}: with datacenter.global_batch={planned} the trials have as many, "
+        "and take longer"
+    )
 
 
 def _seeded(job: Job, policy: str, seed: int) -> Job:

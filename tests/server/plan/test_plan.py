@@ -345,6 +345,27 @@ def test_any_mixture_is_of_all_regimes_that_the_job_can_have(job_file):
     assert found["the job's policy, alternate"].most is None
 
 
+def test_a_step_has_one_price_for_all_ranks(job_file):
+    said = "price of a datacenter's step is of all its ranks together"
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), PlanOptions())
+    assert any(said in line for line in plan.lines())
+    assert said.replace("'", "&#39;") in plan.html(now=0.0)
+    alone = plan_of(job_file, FEDERATED, PlanOptions())
+    assert not any(said in line for line in alone.lines())
+
+
+def test_the_page_has_large_sizes_in_mb_and_the_parts_of_layouts(job_file):
+    task = (job_file.parent / "task.py").read_text()
+    (job_file.parent / "task.py").write_text(task.replace("16", "65536"))
+    options = PlanOptions(layouts=True)
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), options)
+    page = plan.html(now=0.0)
+    for each in plan.sides.datacenter.others:
+        if not each.refused:
+            assert f"{each.peak:,} bytes, {each.peak / 1e6:.4g} MB" in page
+            assert f"optimizer {each.memory['optimizer'] / 1e6:.4g} MB" in page
+
+
 def test_the_plan_says_why_the_peak_is_no_sum(job_file):
     plan = plan_of(job_file, RANKS, PlanOptions())
     said = "peak is not the sum of the parts: of parameters and gradients that zero_stage 1 to 3 "

@@ -131,6 +131,17 @@ def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
     assert whole.trials.policies[0].forecast.reached is not None
 
 
+def test_steps_of_the_one_rank_of_a_trial_are_said(planned, job_file):
+    plan, page = planned
+    assert "one rank, have 4 examples, and those of 2 ranks 8: with datacenter.global_batch=8" in (
+        plan.trials.steps
+    )
+    assert f"  {plan.trials.steps}" in plan.lines()
+    assert plan.trials.steps.capitalize() in Page(page).text
+    options = PlanOptions(trial=3, ranks=2, policies=("datacenter",))
+    assert plan_of(job_file, ("datacenter.global_batch=8",), options).trials.steps == ""
+
+
 def test_a_time_of_nothing_is_not_known(job_file):
     plan = plan_of(job_file, (), PlanOptions(trial=3, policies=("federated",)))
     (tried,) = plan.trials.policies
