@@ -50,7 +50,7 @@ def lines_of(plan: PlannedJob) -> list[str]:
         found += _named(plan.measured)
         found += [f"  {each.text}" for each in plan.errors]
         note = plan.calibration.note(plan.job, plan.ranks)
-        found += [f"  {note}"] if note else []
+        found += [f"  {each}" for each in (note, plan.which_ranks) if each]
     found += ["", "what would change it"]
     for each in plan.changes:
         found.append(f"  {each.name}")

@@ -252,8 +252,9 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
         yield from _about_ranks(plan, ranks)
     if plan.calibration is not None:
         note = plan.calibration.note(plan.job, plan.ranks)
-        if note:
-            yield f"{note[0].upper()}{note[1:]}."
+        for said in (note, plan.which_ranks):
+            if said:
+                yield f"{said[0].upper()}{said[1:]}."
     if devices is not None:
         yield from (f"{note[0].upper()}{note[1:]}." for note in devices.notes)
     yield from (f"{each[0].upper()}{each[1:]}." for each in plan.limits)

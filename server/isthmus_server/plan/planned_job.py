@@ -18,7 +18,7 @@ from isthmus.job.planned import (
     RanksQuestion,
 )
 from isthmus.task import Task
-from isthmus_server.plan.calibration import Calibration, PlanError
+from isthmus_server.plan.calibration import WHICH_RANKS, Calibration, PlanError
 from isthmus_server.plan.changes import ChangedPlan, changed_plans
 from isthmus_server.plan.compared_layouts import ordered
 from isthmus_server.plan.cost import possible_regimes
@@ -231,6 +231,15 @@ class PlannedJob:
         """Ranks of the planned datacenter; 0 for none."""
         given = self.options.ranks
         return self.job.datacenter.ranks if given is None else given
+
+    @property
+    def which_ranks(self) -> str:
+        """That the run does not say what its ranks were, a sentence; empty if it is no matter."""
+        is_asked = self.options.device is None and self.options.gpu is None
+        ranks = self.sides.datacenter
+        if self.calibration is None or ranks is None or not ranks.on_gpus or not is_asked:
+            return ""
+        return WHICH_RANKS
 
     @property
     def measured(self) -> list[Figure]:
