@@ -40,7 +40,6 @@ def plan_ranks(
         elements_of,
         elements_of_experts,
         largest_parameter,
-        operations_of,
     )
 
     section = job.datacenter
@@ -52,8 +51,7 @@ def plan_ranks(
     operations = None
     unknown = ""
     try:
-        shared = section.tensor_parallel * section.context_parallel * section.pipeline_parallel
-        operations = operations_of(task, job, rows.of(job, ranks)) * own.accumulate / shared
+        operations = rows.operations(job, ranks)
     except UserError as error:
         unknown = str(error)
     rate = None
@@ -61,7 +59,7 @@ def plan_ranks(
         rate = measured_rate(job, task, base)
     others: list[PlannedLayout] = []
     if question.layouts:
-        found = [_layout(each, rows, ranks, question) for each in layouts_on(job, ranks)]
+        found = [_compared(each, rows, ranks, question) for each in layouts_on(job, ranks)]
         others = sorted(found, key=lambda each: (bool(each.refused), each.peak))
     traffic = None
     traffic_unknown = ""
@@ -154,16 +152,9 @@ def layouts_on(job: Job, ranks: int) -> Iterator[Job]:
     """
     sizes = [size for size in range(1, 65) if ranks % size == 0]
     for tensor, pipeline, stage in itertools.product(sizes, sizes, range(4)):
-        changes: dict[str, object] = {
-            "datacenter.ranks": ranks,
-            "datacenter.layout": "given",
-            "datacenter.data_parallel": None,
-            "datacenter.zero_stage": stage,
-            "datacenter.tensor_parallel": tensor,
-            "datacenter.pipeline_parallel": pipeline,
-        }
+        keys = {"zero_stage": stage, "tensor_parallel": tensor, "pipeline_parallel": pipeline}
         try:
-            changed = with_changes(job, changes)
+            changed = with_changes(job, PlannedLayout(keys=keys).changes(ranks))
             changed.datacenter.examples_at_once(ranks)
         except (JobError, ValueError):
             continue
@@ -171,11 +162,12 @@ def layouts_on(job: Job, ranks: int) -> Iterator[Job]:
 
 
 class _Rows:
-    """Rows of the datacenter's data, read once for each number of them."""
+    """Rows of the datacenter's data, read once for each number of them, and their operations."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self._read: dict[int, list[Any]] = {}
+        self._operations: dict[int, int] = {}
 
     def of(self, job: Job, ranks: int) -> list[Any]:
         """As many as a replica trains at a time; see `rows_at_once`."""
@@ -185,6 +177,44 @@ class _Rows:
         if count not in self._read:
             self._read[count] = rows_at_once(job, self.task, ranks)
         return self._read[count]
+
+    def operations(self, job: Job, ranks: int) -> float:
+        """Operations of one rank in a step of a layout; the rows' are counted once.
+
+        Raises:
+            UserError: they cannot be counted, with the reason.
+        """
+        from isthmus_datacenter.training.memory_report import operations_of
+
+        section = job.datacenter
+        rows = self.of(job, ranks)
+        if len(rows) not in self._operations:
+            self._operations[len(rows)] = operations_of(self.task, job, rows)
+        shared = section.tensor_parallel * section.context_parallel * section.pipeline_parallel
+        parts = section.for_replicas(section.replicas(ranks)).accumulate
+        return self._operations[len(rows)] * parts / shared
+
+
+def _compared(job: Job, rows: _Rows, ranks: int, question: RanksQuestion) -> PlannedLayout:
+    """A layout of several that are compared, with what the time of its step follows from.
+
+    Of what is not known, or of a layout that does not fit, that is left out.
+    """
+    found = _layout(job, rows, ranks, question)
+    fits = question.memory is None or found.peak <= question.memory
+    if found.refused or not fits or not question.operations_of_layouts:
+        return found
+    section = job.datacenter
+    replicas = section.replicas(ranks)
+    try:
+        return dataclasses.replace(
+            found,
+            examples=replicas * section.for_replicas(replicas).batch_size,
+            operations=rows.operations(job, ranks),
+            traffic=_traffic(job, rows, ranks, question) if question.traffic else None,
+        )
+    except UserError:
+        return found
 
 
 def _layout(job: Job, rows: _Rows, ranks: int, question: RanksQuestion) -> PlannedLayout:

@@ -86,6 +86,10 @@ class RanksQuestion:
     """Whether some steps are trained on this machine's processors, to measure their rate."""
     traffic: bool = False
     """Whether what a rank sends in a step is found."""
+    operations_of_layouts: bool = False
+    """Whether operations, and with `traffic` messages, are found of each compared layout."""
+    memory: float | None = None
+    """Bytes of a rank; of layouts that do not fit, only the memory is found. None for any."""
     collectives: bool = False
     """Whether the collectives of a step are compared over the ranks."""
 
@@ -114,11 +118,27 @@ class PlannedLayout:
     are not known."""
     refused: str = ""
     """Why the layout is impossible, or its memory not known."""
+    examples: int = 0
+    """Examples of a step, on all ranks; 0 if it was not asked."""
+    operations: float | None = None
+    """Operations of one rank in a step; None if not asked or not known."""
+    traffic: Sequence[RankTraffic] | None = None
+    """What the first rank sends and receives in a step; None if not asked or not known."""
 
     @property
     def peak(self) -> int:
         """Most bytes at any time of a step; 0 if that is not known."""
         return self.memory.get("peak", 0)
+
+    def changes(self, ranks: int) -> dict[str, Any]:
+        """Keys of a job and their values, with which it has the layout on so many ranks."""
+        found = {f"datacenter.{key}": value for key, value in self.keys.items()}
+        return {
+            "datacenter.ranks": ranks,
+            "datacenter.layout": "given",
+            "datacenter.data_parallel": None,
+            **found,
+        }
 
     @property
     def text(self) -> str:

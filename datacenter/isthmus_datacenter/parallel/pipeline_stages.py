@@ -11,9 +11,11 @@ of the whole model (`equivalence_check`).
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +35,12 @@ from isthmus_datacenter.parallel.equivalence_check import (
 )
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.unfilled_model import UnfilledModel
+
+_FOR_EXAMPLE = (
+    "; for example, no stage can pass over positions(torch.arange(n)), whose output is without the "
+    "dimension of examples"
+)
+"""What is said of a split that fails without values, in place of a message of PyTorch."""
 
 
 def split_into_stages(
@@ -88,12 +96,16 @@ def split_into_stages(
     if task_stages is None:
         stages = split_at_blocks(model, dims.stages, sample, run)
         try:
-            return stages, check(stages)
+            with _without_tracebacks():
+                return stages, check(stages)
         except Exception as error:
+            # Without values the message is about shapes within an operator's decomposition.
+            is_told = compared or isinstance(error, TaskError)
+            why = f" ({first_line(error)})" if is_told else _FOR_EXAMPLE
             raise TaskError(
                 f"the model cannot be split into {dims.stages} pipeline stages without help, "
-                f"because its forward() does more than call its blocks in order "
-                f"({first_line(error)}); give the task a pipeline_stages(model, n)"
+                f"because its forward() does more than call its blocks in order{why}; give the "
+                "task a pipeline_stages(model, n)"
             ) from error
     stages = list(task_stages)
     if len(stages) != dims.stages or not all(isinstance(each, nn.Module) for each in stages):
@@ -108,6 +120,21 @@ def split_into_stages(
             "the stages of pipeline_stages() do not compute what the model computes: "
             f"{first_line(error)}"
         ) from error
+
+
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Within it PyTorch does not log the traceback of an operator that fails on fake tensors.
+
+    The split is only tried, and its failure is told in a sentence.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _check_shared_constants(

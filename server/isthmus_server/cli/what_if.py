@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import click
@@ -49,5 +50,5 @@ def what_if(run_dir: Path, replay: bool, policies: tuple[str, ...], as_json: boo
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=1))
         return
-    for line in found.lines():
+    for line in found.lines(shlex.quote(str(run_dir))):
         click.echo(line)

@@ -19,6 +19,11 @@ from isthmus_server.storage.store import Store
 
 STEP = "step of a datacenter"
 """Name of the measured seconds of a datacenter's step."""
+WHICH_RANKS = (
+    "the log of a run does not say whether its ranks were GPUs, and those of the plan are taken as "
+    "GPUs: if they were processors, add --device cpu"
+)
+"""What is said of ranks if the plan is not told what they are."""
 _ON_DEVICES = ("federated", "privacy", "exchange", "evaluation", "model")
 _TABLES = {
     "datacenter": ("datacenter", "evaluation", "model"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
+from isthmus.job.exchange import Compression
 from isthmus.job.planned import FAKE, Figure, PlannedRanks, RanksQuestion
 from isthmus.task import Task
 from isthmus_server.plan.adapters import adapted_task
@@ -118,10 +119,14 @@ def _with_bits(job: Job, ranks: int, bits: int) -> Iterator[tuple[str, dict[str,
     federated = job.federated
     if federated.secure_aggregation:
         before = federated.compression
+        one_in = (Compression.model_validate({}) if before is None else before).one_in
+        # Fewer elements than all are sent, so that the bits alone do not say how many bytes are.
+        sent = f"updates of {bits} bits, one element in {one_in}"
+        name = sent if one_in > 1 else f"updates of {bits} bits"
         if before is None and bits in (3, 8):
-            yield f"updates of {bits} bits", {"federated.compression": {"bits": bits}}, ranks
+            yield name, {"federated.compression": {"bits": bits}}, ranks
         elif before is not None and before.bits != bits:
-            yield f"updates of {bits} bits", {"federated.compression.bits": bits}, ranks
+            yield name, {"federated.compression.bits": bits}, ranks
         return
     settings = {"bits": bits}
     if federated.codec in (None, "rounded") and federated.codec_settings != settings:

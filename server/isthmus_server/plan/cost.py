@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from isthmus.job import Job
+from isthmus.errors import JobError
+from isthmus.job import Job, with_changes
 from isthmus.job.planned import EXACT, Figure
 from isthmus_server.strategy.forecast import planned_price
 from isthmus_server.strategy.observation import observe
@@ -36,10 +37,14 @@ def possible_regimes(job: Job, policy: Policy, *, datacenter: bool) -> tuple[Kin
 def costs(job: Job, policy: Policy, regimes: Sequence[Kind], model_bytes: int) -> list[Figure]:
     """The price of the run by policy and regime, and the range between, if all invited take part.
 
-    Failed attempts and comparisons that a policy asks for cost more.
+    Failed attempts and comparisons that a policy asks for cost more. If the policy mixes regimes,
+    other policies may, and all regimes that the job can have are among them.
     """
-    prices = [(kind, _price(job, [kind] * job.rounds, model_bytes)) for kind in regimes]
-    is_buffered = job.federated.mode == "buffered" and any(kind != "datacenter" for kind in regimes)
+    listed = [kind for kind in KINDS if kind in regimes or _can_have(job, kind)]
+    if len(regimes) == 1:
+        listed = list(regimes)
+    prices = [(kind, _price(job, [kind] * job.rounds, model_bytes)) for kind in listed]
+    is_buffered = job.federated.mode == "buffered" and any(kind != "datacenter" for kind in listed)
     how = _OF_A_BUFFER if is_buffered else EXACT
     found = [
         Figure(f"all rounds {kind}", price, UNIT_OF_PRICE, EXACT if kind == "datacenter" else how)
@@ -52,12 +57,23 @@ def costs(job: Job, policy: Policy, regimes: Sequence[Kind], model_bytes: int) -
         kinds = _planned_kinds(job, policy)
         if kinds is None:
             how_decided = f"{how}; which it chooses is not known before it runs"
-            found.insert(0, Figure(own, least, UNIT_OF_PRICE, how_decided, most=most))
+            of_policy = [price for kind, price in prices if kind in regimes]
+            figure = Figure(own, min(of_policy), UNIT_OF_PRICE, how_decided, most=max(of_policy))
+            found.insert(0, figure)
         else:
             price = _price(job, kinds, model_bytes)
             found.insert(0, Figure(own, price, UNIT_OF_PRICE, how))
         found.append(Figure("any mixture", least, UNIT_OF_PRICE, how, most=most))
     return found
+
+
+def _can_have(job: Job, kind: Kind) -> bool:
+    """Whether a job whose policy mixes regimes can be changed to one with all rounds of a kind."""
+    try:
+        with_changes(job, {"strategy.policy": kind, "strategy.settings": {}})
+    except JobError:
+        return False
+    return True
 
 
 def _planned_kinds(job: Job, policy: Policy) -> list[Kind] | None:

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from isthmus.job.planned import FAKE, WHY_NO_SUM, Figure, PlannedLayout, PlannedRanks
+from isthmus_server.plan.compared_layouts import (
+    COMPUTING_ALONE,
+    WHERE_TIME,
+    grouped_refusals,
+    layout_rows,
+)
 from isthmus_server.plan.devices import PlannedDevices
 from isthmus_server.plan.planned_job import PlannedJob
 from isthmus_server.plan.trials import Trials
@@ -16,6 +22,12 @@ WHERE_RATE = (
 """Which option says the time of a step."""
 WHERE_QUALITY = "not said: simulate the first rounds by --trial"
 """Which option says the quality."""
+
+WHOLE_PRICE = (
+    "the price of a datacenter's step is of all its ranks together: for another number of ranks, "
+    "give prices.datacenter_step anew"
+)
+"""Why more ranks cost the same."""
 
 
 def lines_of(plan: PlannedJob) -> list[str]:
@@ -29,6 +41,7 @@ def lines_of(plan: PlannedJob) -> list[str]:
     found += _named(plan.sides.privacy) or ["  none is promised: the job has no noise"]
     found += ["", "cost"]
     found += _named(plan.sides.cost)
+    found += [f"  {WHOLE_PRICE}"] if plan.sides.datacenter is not None else []
     found += [f"  {each}" for each in plan.limits]
     found += ["", "quality"]
     found += [f"  {WHERE_QUALITY}"] if plan.trials is None else _of_trials(plan.trials)
@@ -37,7 +50,7 @@ def lines_of(plan: PlannedJob) -> list[str]:
         found += _named(plan.measured)
         found += [f"  {each.text}" for each in plan.errors]
         note = plan.calibration.note(plan.job, plan.ranks)
-        found += [f"  {note}"] if note else []
+        found += [f"  {each}" for each in (note, plan.which_ranks) if each]
     found += ["", "what would change it"]
     for each in plan.changes:
         found.append(f"  {each.name}")
@@ -50,18 +63,6 @@ def lines_of(plan: PlannedJob) -> list[str]:
 def short(figure: Figure) -> str:
     """A figure without how it was obtained, which its own part says."""
     return figure.text.rpartition(f" ({figure.how})")[0]
-
-
-def grouped_refusals(layouts: Iterable[PlannedLayout]) -> dict[str, str]:
-    """Refused layouts in words, by the reason."""
-    refused: dict[str, list[str]] = {}
-    for each in layouts:
-        if each.refused:
-            refused.setdefault(each.refused, []).append(each.text)
-    return {
-        why: texts[0] + (f" and {len(texts) - 1} more" if len(texts) > 1 else "")
-        for why, texts in refused.items()
-    }
 
 
 def _of_ranks(plan: PlannedJob, ranks: PlannedRanks) -> list[str]:
@@ -82,15 +83,43 @@ def _of_ranks(plan: PlannedJob, ranks: PlannedRanks) -> list[str]:
     found += _named(plan.goodput(ranks))
     if ranks.collectives:
         found.append(f"  collectives: {ranks.collectives}")
-    if ranks.others:
-        found.append("  layouts, by the peak of a rank:")
-    for each in ranks.others:
-        if not each.refused:
-            fits = {True: ", fits", False: ", does not fit", None: ""}[plan.fits(each)]
-            found.append(f"    {each.text}: {each.peak:,} bytes{fits}")
-    for why, text in grouped_refusals(ranks.others).items():
-        found.append(f"    {text}: refused: {why}")
-    return found
+    return found + _of_layouts(plan, ranks)
+
+
+def _of_layouts(plan: PlannedJob, ranks: PlannedRanks) -> list[str]:
+    """The layouts that are compared, and what their order says."""
+    rows = layout_rows(plan, ranks)
+    refused = grouped_refusals(ranks.others)
+    found = []
+    if rows or refused:
+        found.append(f"  layouts, {order_of_layouts(plan)}:")
+    for each in rows:
+        fits = {True: ", fits", False: ", does not fit", None: ""}[each.fits]
+        step = f", {each.step}" if each.step else ""
+        found.append(f"    {each.text}: {each.layout.peak:,} bytes{fits}{step}")
+    found += [f"    {text}: refused: {why}" for why, text in refused.items()]
+    note = note_of_layouts(plan)
+    return [*found, f"  {note}"] if note else found
+
+
+def order_of_layouts(plan: PlannedJob) -> str:
+    """By what the layouts are ordered, a clause."""
+    ranks = plan.sides.datacenter
+    assert ranks is not None
+    timed = any(each.seconds for each in layout_rows(plan, ranks))
+    return "most examples a second first" if timed else "by the peak of a rank"
+
+
+def note_of_layouts(plan: PlannedJob) -> str:
+    """What their comparison does not say, a sentence; empty if nothing is compared, or it says all.
+
+    Of several layouts it names the option that has the time of a step.
+    """
+    ranks = plan.sides.datacenter
+    rows = [] if ranks is None else layout_rows(plan, ranks)
+    if len(rows) < 2 or plan.options.gpu is not None:
+        return ""
+    return COMPUTING_ALONE if any(each.seconds for each in rows) else WHERE_TIME
 
 
 def _of_layout(plan: PlannedJob, layout: PlannedLayout) -> list[str]:
@@ -120,7 +149,7 @@ def _of_trials(trials: Trials) -> list[str]:
         found.append(f"    {each.policy:<13} {text}")
         if each.forecast is not None and each.note:
             found.append(f"      {each.note}")
-    return found
+    return found + [f"  {each}" for each in (trials.overlap, trials.steps) if each]
 
 
 def _named(figures: Iterable[Figure]) -> list[str]:

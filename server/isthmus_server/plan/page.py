@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
-from isthmus.job.planned import WHY_NO_SUM, PlannedRanks
+from isthmus.job.planned import WHY_NO_SUM, PlannedLayout, PlannedRanks
 from isthmus_server.plan.changes import ChangedPlan
+from isthmus_server.plan.compared_layouts import grouped_refusals, layout_rows
 from isthmus_server.plan.cost import UNIT_OF_PRICE
-from isthmus_server.plan.lines import WHERE_QUALITY, WHERE_RATE, grouped_refusals, short
+from isthmus_server.plan.lines import (
+    WHERE_QUALITY,
+    WHERE_RATE,
+    WHOLE_PRICE,
+    note_of_layouts,
+    order_of_layouts,
+    short,
+)
 from isthmus_server.plan.planned_job import PlannedJob
 from isthmus_server.plan.trials import PolicyTrial, Trials
 from isthmus_server.read.pages.charts import Line, Point, lines_chart
@@ -45,10 +54,13 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         chart=Markup() if trials is None else quality_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
+        notes=[] if trials is None else [x for x in (trials.overlap, trials.steps) if x],
         policies=[] if trials is None else [_row(plan, each) for each in trials.policies],
-        facts=list(_facts(plan)),
+        facts=[(name, _with_mb(value)) for name, value in _facts(plan)],
         layouts=_layouts(plan),
-        changes=[(each.name, _figures(each)) for each in plan.changes],
+        order_of_layouts="" if plan.sides.datacenter is None else order_of_layouts(plan),
+        note_of_layouts=note_of_layouts(plan),
+        changes=[(each.name, _with_mb(_figures(each))) for each in plan.changes],
         assumptions=list(_assumptions(plan)),
     )
 
@@ -114,10 +126,10 @@ def _legend(trials: Trials) -> Iterator[tuple[str, str]]:
 def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
     """Policy, rounds, cost, duration, quality in the trial, and at the end."""
     forecast = trial.forecast
-    if forecast is None or forecast.reached is None:
-        return (trial.policy, "", "", "", "", trial.note)
     last = [points[-1].value for points in trial.seeds if points]
     tried = " and ".join(digits(each) for each in last)
+    if forecast is None or forecast.reached is None:
+        return (trial.policy, "", "", "", tried, trial.note)
     took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds))
     reached = forecast.reached
     end = f"{digits(reached.median)} ({digits(reached.low)} to {digits(reached.high)})"
@@ -174,12 +186,41 @@ def _layouts(plan: PlannedJob) -> list[Sequence[str]]:
         return []
     words = {True: "fits", False: "does not fit", None: ""}
     found: list[Sequence[str]] = [
-        (each.text, f"{each.peak:,} bytes", words[plan.fits(each)])
-        for each in ranks.others
-        if not each.refused
+        (
+            each.text,
+            _with_mb(f"{each.layout.peak:,} bytes"),
+            _parts(each.layout),
+            words[each.fits],
+            each.step,
+        )
+        for each in layout_rows(plan, ranks)
     ]
-    found += [(text, "", f"refused: {why}") for why, text in grouped_refusals(ranks.others).items()]
-    return found
+    refused = grouped_refusals(ranks.others)
+    return found + [(text, "", "", f"refused: {why}", "") for why, text in refused.items()]
+
+
+def _parts(layout: PlannedLayout) -> str:
+    """What the memory of a layout is made of, in MB."""
+    parts = {name: size for name, size in layout.memory.items() if name != "peak"}
+    return ", ".join(f"{name} {size / 1e6:.4g} MB" for name, size in parts.items())
+
+
+def _with_mb(text: str) -> str:
+    """A text with the bytes in it in MB too, from one MB on.
+
+    >>> _with_mb("950,400 to 1,899,152 bytes (exact)")
+    '950,400 to 1,899,152 bytes, 0.9504 to 1.899 MB (exact)'
+    >>> _with_mb("128 bytes")
+    '128 bytes'
+    """
+
+    def in_mb(found: re.Match[str]) -> str:
+        sizes = [int(each.replace(",", "")) for each in found[0].split() if each[0].isdigit()]
+        if max(sizes) < 1e6:
+            return found[0]
+        return f"{found[0]}, {' to '.join(f'{each / 1e6:.4g}' for each in sizes)} MB"
+
+    return re.sub(r"[\d,]+( to [\d,]+)? bytes", in_mb, text)
 
 
 def _figures(changed: ChangedPlan) -> str:
@@ -211,11 +252,14 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
         yield from _about_ranks(plan, ranks)
     if plan.calibration is not None:
         note = plan.calibration.note(plan.job, plan.ranks)
-        if note:
-            yield f"{note[0].upper()}{note[1:]}."
+        for said in (note, plan.which_ranks):
+            if said:
+                yield f"{said[0].upper()}{said[1:]}."
     if devices is not None:
         yield from (f"{note[0].upper()}{note[1:]}." for note in devices.notes)
     yield from (f"{each[0].upper()}{each[1:]}." for each in plan.limits)
+    if ranks is not None:
+        yield f"{WHOLE_PRICE[0].upper()}{WHOLE_PRICE[1:]}."
     yield "Cost has the prices of the job, if all invited devices take part and no attempt fails."
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from isthmus.errors import UserError
-from isthmus.job import Job
+from isthmus.job import Job, with_changes
 from isthmus.job.planned import (
     FAKE,
     GIVEN,
@@ -18,8 +18,9 @@ from isthmus.job.planned import (
     RanksQuestion,
 )
 from isthmus.task import Task
-from isthmus_server.plan.calibration import Calibration, PlanError
+from isthmus_server.plan.calibration import WHICH_RANKS, Calibration, PlanError
 from isthmus_server.plan.changes import ChangedPlan, changed_plans
+from isthmus_server.plan.compared_layouts import ordered
 from isthmus_server.plan.cost import possible_regimes
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.sides import Sides
@@ -60,12 +61,16 @@ class PlannedJob:
         if options.nodes is not None:
             peak_of(options.nodes.gpu, job)
         ranks = job.datacenter.ranks if options.ranks is None else options.ranks
+        by_rate = options.gpu is not None or options.tflops is not None or options.measure
+        memory = options.memory_of_rank
         question = RanksQuestion(
             on_gpus=options.on_gpus,
             layouts=options.layouts,
             measure=options.measure,
             traffic=options.gpu is not None,
             collectives=options.collectives,
+            operations_of_layouts=by_rate,
+            memory=None if memory is None else memory * 2**30,
         )
         calibration = None
         if options.calibrate is not None:  # before what takes long
@@ -157,6 +162,27 @@ class PlannedJob:
         parts = figures_of_step(step, how)
         return parts + self._times(step.seconds, step.seconds, how)
 
+    def step_seconds(self, ranks: PlannedRanks, layout: PlannedLayout) -> float | None:
+        """Seconds of a step in a layout that is compared, by what those of the job's own are.
+
+        None if they are not known, or there is no rate.
+        """
+        if layout.operations is None:
+            return None
+        if self.options.nodes is not None:
+            other = dataclasses.replace(
+                ranks,
+                layout=layout,
+                examples=layout.examples,
+                operations=layout.operations,
+                traffic=layout.traffic,
+            )
+            job = with_changes(self.job, layout.changes(ranks.ranks))
+            step = step_time(job, other, self.options.nodes, self.options.peak_share)
+            return None if step is None else step.seconds
+        rate = ranks.rate if self.options.tflops is None else self.options.tflops * 1e12
+        return None if rate is None else layout.operations / rate
+
     @property
     def assumptions(self) -> list[str]:
         """What the time of a step on named GPUs assumes, sentences; none without `gpu`."""
@@ -205,6 +231,15 @@ class PlannedJob:
         """Ranks of the planned datacenter; 0 for none."""
         given = self.options.ranks
         return self.job.datacenter.ranks if given is None else given
+
+    @property
+    def which_ranks(self) -> str:
+        """That the run does not say what its ranks were, a sentence; empty if it is no matter."""
+        is_asked = self.options.device is None and self.options.gpu is None
+        ranks = self.sides.datacenter
+        if self.calibration is None or ranks is None or not ranks.on_gpus or not is_asked:
+            return ""
+        return WHICH_RANKS
 
     @property
     def measured(self) -> list[Figure]:
@@ -263,7 +298,14 @@ class PlannedJob:
             "device": "gpu" if ranks.on_gpus else "cpu",
             "examples": ranks.examples,
             "layout": self._layout_json(ranks.layout),
-            "layouts": [self._layout_json(each) for each in ranks.others],
+            "layouts": [
+                {
+                    **self._layout_json(each),
+                    "examples": each.examples or None,
+                    "step_seconds": self.step_seconds(ranks, each),
+                }
+                for each in ordered(self, ranks)
+            ],
             "largest": {"name": ranks.largest[0], "bytes": ranks.largest[1], "how": FAKE},
             "step": [each.to_json() for each in self.step(ranks)],
             "unknown": ranks.unknown or ranks.traffic_unknown,

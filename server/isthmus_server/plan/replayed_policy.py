@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
 from isthmus_server.plan.round_log import kind_of
 from isthmus_server.strategy.answer_checks import checked_answer
@@ -41,6 +42,11 @@ MOST_WAITS = 1000
 
 class CannotBeKnown(Exception):
     """What a policy would have done, or reached, does not follow from the log; with the reason."""
+
+    def __init__(self, reason: str, missing: str = "") -> None:
+        """`missing`: rounds that the run would need for it, a clause; empty for none that help."""
+        super().__init__(reason)
+        self.missing = missing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,17 +85,26 @@ class RoundFacts:
             CannotBeKnown: too few rounds of the kind were evaluated, or came after such a round.
         """
         count = self.evaluated.get(kind, 0)
+        # Of rounds in a row, the first follows none.
+        more = f"at least {LEAST_EVALUATED + 1} {kind} rounds"
         if not count:
-            raise CannotBeKnown(f"it trains {kind} rounds, and none was trained and evaluated")
+            raise CannotBeKnown(
+                f"it trains {kind} rounds, and none was trained and evaluated", more
+            )
         if count < LEAST_EVALUATED:
             raise CannotBeKnown(
                 f"it trains {kind} rounds, and {count} evaluated of them are too few; a forecast "
-                f"needs {LEAST_EVALUATED}"
+                f"needs {LEAST_EVALUATED}",
+                more,
             )
         least = LEAST_EVALUATED if kind == before else 1
         if before is not None and self.successions.get((before, kind), 0) < least:
             often = "seldom" if (before, kind) in self.successions else "never"
-            raise CannotBeKnown(f"its {kind} rounds follow {before} ones, which {often} came so")
+            turns = f"{kind} rounds right after {before} ones"
+            raise CannotBeKnown(
+                f"its {kind} rounds follow {before} ones, which {often} came so",
+                f"{more} in a row" if kind == before else turns,
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +127,8 @@ def with_policy(job: Job, name: str) -> Job:
     """
     if name == job.strategy.policy:
         return job
+    if name == "schedule" and not job.strategy.schedule:
+        raise JobError("there are no phases to follow: the job has no strategy.schedule")
     changes: dict[str, object] = {"strategy.policy": name, "strategy.settings": {}}
     return with_changes(job, changes)
 

@@ -46,7 +46,7 @@ class PolicyTrial:
     seeds: Sequence[Sequence[TrialPoint]] = ()
     """The evaluated rounds of each seed."""
     forecast: Alternative | None = None
-    """What it would reach at the end of the job; None if the trials failed."""
+    """What it would reach at the end of the job; None if the trials failed, or are too short."""
     note: str = ""
     """What the forecast assumes besides, or why there is none."""
 
@@ -63,6 +63,9 @@ class Trials:
     rounds: int
     """Most rounds of each trial."""
     policies: Sequence[PolicyTrial]
+    steps: str = ""
+    """How steps of the trials' datacenter differ from those of the job's, a sentence; empty if they
+    have as many examples, or there are none."""
 
     @classmethod
     def of(cls, job: Job, base: Path, names: Sequence[str], rounds: int, ranks: int) -> Self:
@@ -79,6 +82,7 @@ class Trials:
             UserError: nothing can be trained or evaluated, with the reason.
         """
         refuse_private(job, "--trial")
+        planned = job
         if ranks and not job.datacenter.ranks:
             job = with_changes(job, {"datacenter.ranks": 1})  # simulated ranks are one anyway
         train = train_trial("a trial")
@@ -103,17 +107,44 @@ class Trials:
             raise UserError(f"the trial says nothing of quality: {reason}")
         curves = curves_of(every, [shown, "loss"] if "loss" in seen else [shown])
         facts = facts_of(every, shown)
-        tried = [_forecast(job, name, each, facts, curves, shown) for name, each in logs.items()]
+        tried = [
+            _forecast(job, name, each, facts, curves, shown, rounds) for name, each in logs.items()
+        ]
         tried += [PolicyTrial(policy=name, note=why) for name, why in failed.items()]
         order = list(dict.fromkeys(names))
         tried.sort(key=lambda each: order.index(each.policy))
-        return cls(metric=shown, rounds=rounds, policies=tried)
+        kinds = {each.plan.regime for log in every for each in log.rounds}
+        steps = _other_steps(planned, ranks) if kinds - {"federated"} else ""
+        return cls(metric=shown, rounds=rounds, policies=tried, steps=steps)
+
+    @property
+    def overlap(self) -> str:
+        """Which policies the forecasts cannot tell from the best, a sentence; empty if they can."""
+        sign = 1 if self.metric.endswith("loss") else -1
+        known = [
+            (each.policy, each.forecast.reached)
+            for each in self.policies
+            if each.forecast is not None and each.forecast.reached is not None
+        ]
+        known.sort(key=lambda each: sign * each[1].median)
+        if not known:
+            return ""
+        (best, first), *others = known
+        alike = [name for name, each in others if each.low <= first.high and first.low <= each.high]
+        if not alike:
+            return ""
+        return (
+            f"the forecasts do not tell {best} from {', '.join(alike)}, whose intervals overlap "
+            "with its own: a trial of more rounds makes them shorter"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
         return {
             "metric": self.metric,
             "rounds": self.rounds,
+            "overlap": self.overlap,
+            "steps": self.steps,
             "policies": [each.to_json() for each in self.policies],
         }
 
@@ -136,6 +167,31 @@ def policies_of(job: Job, regimes: Sequence[Kind], *, datacenter: bool) -> list[
     return list(dict.fromkeys(names))
 
 
+def _other_steps(job: Job, ranks: int) -> str:
+    """How steps of one simulated rank differ from those of the ranks; empty if they do not.
+
+    Args:
+        job: that is planned.
+        ranks: of the planned datacenter; 0 for none.
+    """
+    section = job.datacenter
+    if not ranks or section.privacy is not None:
+        return ""
+    try:
+        replicas = section.replicas(ranks)
+        planned = replicas * section.for_replicas(replicas).batch_size
+    except ValueError:  # the job's own policy needs no ranks, so that they were not checked
+        return ""
+    tried = section.for_replicas(1).batch_size
+    if planned == tried:
+        return ""
+    return (
+        f"steps of the trials' datacenter, which is one rank, have {tried} examples, and those of "
+        f"{ranks} ranks {planned}: with datacenter.global_batch={planned} the trials have as many, "
+        "and take longer"
+    )
+
+
 def _seeded(job: Job, policy: str, seed: int) -> Job:
     """The job under a policy, with a seed.
 
@@ -152,10 +208,14 @@ def _forecast(
     facts: RoundFacts,
     curves: Mapping[str, LearningCurves],
     shown: str,
+    rounds: int,
 ) -> PolicyTrial:
     """The trials of a policy, and what it would reach if it went on."""
     points = [_points(log, shown) for log in logs]
     found = alternative(job, name, facts, curves, shown)
+    thin = _too_few(logs, shown, rounds) if found.reached is not None else ""
+    if thin and rounds < job.rounds:
+        return PolicyTrial(policy=name, seeds=points, note=thin)
     note = ""
     is_learnt = set(logs[0].kinds) <= set(curves[shown].kinds)
     if found.reached is None and logs[0].rounds and is_learnt:
@@ -170,6 +230,27 @@ def _forecast(
         note = f"{found.unknown}; so its forecast goes on with rounds like its last ones"
         found = _as_before(job, name, logs[0], curves[shown], facts)
     return PolicyTrial(policy=name, seeds=points, forecast=found, note=note)
+
+
+def _too_few(logs: Sequence[RoundLog], shown: str, rounds: int) -> str:
+    """Why trials in which regimes mix are too short for a forecast; empty if they are not.
+
+    What a regime does in a mixture is another thing than what it does alone, in the trials of other
+    policies. Trials that ended by themselves are as long as the run.
+    """
+    for log in logs:
+        if len(log.kinds) < 2 or len(log.rounds) < rounds:
+            continue
+        counts = {kind: log.evaluated(shown, kind) for kind in log.kinds}
+        if min(counts.values()) < LEAST_EVALUATED:
+            had = " and ".join(f"{count} {kind}" for kind, count in counts.items())
+            least = LEAST_EVALUATED * len(counts)
+            return (
+                f"no forecast: too few rounds of each regime ({had} ones were evaluated in a "
+                f"trial, and {LEAST_EVALUATED} of each are needed); try --trial "
+                f"{max(least, rounds + 1)} or more"
+            )
+    return ""
 
 
 def _points(log: RoundLog, shown: str) -> list[TrialPoint]:

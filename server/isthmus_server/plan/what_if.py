@@ -51,7 +51,7 @@ class Trained:
         """All of it in words."""
         return (
             f"{digits(self.value)}, {self.rounds} rounds, cost {digits(self.price)}, "
-            f"{duration(self.seconds)}"
+            f"{time_in_words(self.seconds)}"
         )
 
 
@@ -68,6 +68,9 @@ class Alternative:
     seconds: tuple[float, float] = (0.0, 0.0)
     unknown: str = ""
     """Why it cannot be known."""
+    missing: str = ""
+    """Rounds that a run would need at least for it to be known, a clause; empty if none help, or
+    if it is known."""
     open: Interval | None = None
     """Where it lies, if that is known too little for a forecast; None otherwise."""
     trained: Trained | None = None
@@ -99,7 +102,7 @@ class Alternative:
         return (
             f"{_interval(self.reached)}, "
             f"{_range(self.rounds)} rounds, cost {_range(self.price)}, "
-            f"{' to '.join(dict.fromkeys(duration(each) for each in self.seconds))}"
+            f"{time_in_words(*self.seconds)}"
         )
 
     @property
@@ -181,8 +184,8 @@ class WhatIf:
         alternatives = [each.to_json() for each in self.alternatives]
         return {**dataclasses.asdict(self), "alternatives": alternatives}
 
-    def lines(self) -> list[str]:
-        """Lines for a terminal."""
+    def lines(self, directory: str = "RUN") -> list[str]:
+        """Lines for a terminal; `directory` is that of the run, as a word of a command."""
         found = [
             f"{self.run_id}: policy {self.policy} reached {self.metric} {digits(self.value)} in "
             f"{self.rounds} rounds for {digits(self.price)}",
@@ -202,10 +205,23 @@ class WhatIf:
         if others:
             found.append(
                 "a forecast knows a round by its regime and by the metric before it; to be sure, "
-                "train the policies: isthmus what-if RUN --replay in simulation, or "
+                f"train the policies: isthmus what-if {directory} --replay in simulation, or "
                 "isthmus compare JOB --policies A,B"
             )
+            found += self._missing_lines(others)
         return found
+
+    def _missing_lines(self, others: Sequence[Alternative]) -> list[str]:
+        """Which rounds of a run would have told more, by what they would tell."""
+        of_rounds: dict[str, list[str]] = {}
+        for each in others:
+            if each.missing:
+                of_rounds.setdefault(each.missing, []).append(each.policy)
+        if not of_rounds:
+            return []
+        parts = [f"{missing} (for {', '.join(names)})" for missing, names in of_rounds.items()]
+        order = ", in a row or in turn as the policy has them"
+        return [f"a log tells more with {'; '.join(parts)}{order}"]
 
     def _trained_lines(self, again: Trained, trained: Sequence[Alternative]) -> list[str]:
         """What simulation says, and how far the estimates were from it."""
@@ -292,7 +308,9 @@ def alternative(
     """What a policy would reach."""
     try:
         done, ends, doubt = replays(with_policy(job, policy), facts, curves, shown)
-    except (CannotBeKnown, UserError) as error:
+    except CannotBeKnown as error:
+        return Alternative(policy=policy, unknown=str(error), missing=error.missing)
+    except UserError as error:
         return Alternative(policy=policy, unknown=str(error))
     rounds = [len(each.kinds) for each in done]
     price = [each.price for each in done]
@@ -312,7 +330,9 @@ def _known_well(found: Alternative, curve: LearningCurves) -> Alternative:
     if reached is None or reached.high - reached.low <= OPEN * curve.moved:
         return found
     why = f"the run's rounds leave {digits(reached.low)} to {digits(reached.high)} open"
-    return dataclasses.replace(found, reached=None, open=reached, unknown=why)
+    return dataclasses.replace(
+        found, reached=None, open=reached, unknown=why, missing="more rounds like those it has"
+    )
 
 
 def _evidence(log: RoundLog) -> Sequence[str]:
@@ -345,6 +365,17 @@ def _evidence(log: RoundLog) -> Sequence[str]:
 
 def _rows(alternatives: Sequence[Alternative]) -> list[str]:
     return [f"  {each.policy:<13} {each.text}" for each in alternatives]
+
+
+def time_in_words(*ends: float) -> str:
+    """The time of a run, or its ends; of simulated devices without a speed it is 0, and not known.
+
+    >>> time_in_words(0.0, 0.0)
+    'time not known'
+    """
+    if not any(ends):
+        return "time not known"
+    return " to ".join(dict.fromkeys(duration(each) for each in ends))
 
 
 def _interval(found: Interval) -> str:

@@ -303,7 +303,7 @@ def test_others_are_replaced_and_one_stays():
     rows = [torch.randn(4, 3), torch.tensor([3, 1, 0, 2])]
     kinds = list(replaced(rows, 2, made_up=True))
     assert len(kinds) == 7
-    for values, target in kinds:
+    for values, _ in kinds:
         assert torch.equal(values[2], rows[0][2])
     for values, target in kinds[:5]:
         assert not (values[[0, 1, 3]] == rows[0][[0, 1, 3]]).all(1).any()

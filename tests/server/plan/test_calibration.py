@@ -49,6 +49,16 @@ def run(job_file, tmp_path):
     return tmp_path / "run"
 
 
+def test_what_the_ranks_of_the_run_were_is_asked(job_file, run):
+    said = "does not say whether its ranks were GPUs"
+    plan = plan_of(job_file, (), PlanOptions(calibrate=run))
+    assert any(said in each for each in plan.lines())
+    assert said in plan.html()
+    told = plan_of(job_file, (), PlanOptions(calibrate=run, device="cpu"))
+    assert not any(said in each for each in told.lines())
+    assert said not in told.html()
+
+
 def test_times_are_those_that_the_run_measured(job_file, run):
     plan = plan_of(job_file, ("rounds=20", "datacenter.steps=50"), PlanOptions(calibrate=run))
     step = {each.name: each for each in plan.step(plan.sides.datacenter)}

@@ -73,6 +73,39 @@ def test_memory_is_that_of_the_report(job_file):
     assert plan.fits(known[0]) == (known[0].peak <= 1e-6 * 2**30)
 
 
+POSITIONS = """
+    def model(self):
+        class Positions(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.lift = nn.Linear(4, 8)
+                self.places = nn.Embedding(8, 8)
+                self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+                self.head = nn.Linear(8, 3)
+
+            def forward(self, x):
+                hidden = self.lift(x)[:, None] + self.places(torch.arange(5))
+                for block in self.blocks:
+                    hidden = block(hidden)
+                return self.head(hidden.mean(1))
+
+        return Positions()
+"""
+
+
+def test_a_split_that_fails_is_told_in_one_sentence(job_file, write_task, caplog):
+    write_task(POSITIONS)
+    options = PlanOptions(ranks=2, layouts=True)
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), options)
+    refused = [each for each in plan.sides.datacenter.others if each.refused]
+    assert {each.keys["pipeline_parallel"] for each in refused} == {2}
+    for each in refused:
+        assert "for example, no stage can pass over positions(torch.arange(n))" in each.refused
+        assert "(Attempting" not in each.refused
+        assert "give the task a pipeline_stages(model, n)" in each.refused
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
 def test_operations_are_those_that_a_round_counts(job_file):
     plan = plan_of(job_file, ("datacenter.accumulate=2", *RANKS), PlanOptions())
     task = load_task(plan.job.task.source, {}, base=job_file.parent)
@@ -114,7 +147,7 @@ def test_the_table_is_of_jobs_with_the_changes(job_file):
     base = plan_of(job_file, (*RANKS, *DEVICES), PlanOptions())
     rows = {each.name: each for each in base.changes}
     assert {"as it is", "cohort x 2", "cohort / 2", "ranks x 2", "ZeRO 3"} <= rows.keys()
-    for name in ("cohort x 2", "updates of 3 bits", "ranks x 2", "ZeRO 3"):
+    for name in ("cohort x 2", "updates of 3 bits, one element in 4", "ranks x 2", "ZeRO 3"):
         row = rows[name]
         task = load_task(base.job.task.source, {}, base=job_file.parent)
         changed = with_changes(base.job, row.changes)
@@ -299,6 +332,38 @@ def test_the_cost_of_the_jobs_own_policy_is_said(policy, kinds, job_file):
     else:
         assert own.most is None
         assert own.value == pytest.approx(sum(each[kind] * count for kind, count in kinds.items()))
+
+
+def test_any_mixture_is_of_all_regimes_that_the_job_can_have(job_file):
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=alternate", "rounds=2"), PlanOptions())
+    found = figures(plan.sides.cost)
+    hybrid = plan_of(job_file, (*RANKS, "strategy.policy=hybrid", "rounds=2"), PlanOptions())
+    assert found["all rounds hybrid"].value == hybrid.sides.cost[0].value
+    assert found["any mixture"].most == found["all rounds hybrid"].value
+    assert found["any mixture"].most > found["all rounds federated"].value
+    assert found["any mixture"].value == found["all rounds datacenter"].value
+    assert found["the job's policy, alternate"].most is None
+
+
+def test_a_step_has_one_price_for_all_ranks(job_file):
+    said = "price of a datacenter's step is of all its ranks together"
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), PlanOptions())
+    assert any(said in line for line in plan.lines())
+    assert said.replace("'", "&#39;") in plan.html(now=0.0)
+    alone = plan_of(job_file, FEDERATED, PlanOptions())
+    assert not any(said in line for line in alone.lines())
+
+
+def test_the_page_has_large_sizes_in_mb_and_the_parts_of_layouts(job_file):
+    task = (job_file.parent / "task.py").read_text()
+    (job_file.parent / "task.py").write_text(task.replace("16", "65536"))
+    options = PlanOptions(layouts=True)
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), options)
+    page = plan.html(now=0.0)
+    for each in plan.sides.datacenter.others:
+        if not each.refused:
+            assert f"{each.peak:,} bytes, {each.peak / 1e6:.4g} MB" in page
+            assert f"optimizer {each.memory['optimizer'] / 1e6:.4g} MB" in page
 
 
 def test_the_plan_says_why_the_peak_is_no_sum(job_file):

@@ -7,6 +7,7 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.planned import PlannedLayout, PlannedRanks, RankTraffic
 from isthmus_server.cli.plan import plan as plan_command
+from isthmus_server.plan.compared_layouts import layout_rows
 from isthmus_server.plan.gpus import GPUS
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.plan import plan_of
@@ -208,6 +209,64 @@ def test_a_step_is_faster_in_lower_precision(job_file):
 
     ratio = computing() / computing("datacenter.precision=bf16")
     assert ratio == pytest.approx(989.5 / 67)
+
+
+def test_layouts_are_compared_by_the_time_of_their_steps(job_file):
+    plan = plan_of(job_file, (), PlanOptions(gpu="h100", layouts=True))
+    ranks = plan.sides.datacenter
+    (own,) = (each for each in ranks.others if each.keys == ranks.layout.keys)
+    times = {each.name: each.value for each in plan.step(ranks)}
+    assert plan.step_seconds(ranks, own) == times["time of a step"]
+    for each in ranks.others:
+        if each.keys["pipeline_parallel"] == 1:
+            alone = plan_of(
+                job_file,
+                [f"{key}={value}" for key, value in each.changes(4).items() if value is not None],
+                PlanOptions(gpu="h100"),
+            )
+            found = {each.name: each.value for each in alone.step(alone.sides.datacenter)}
+            assert plan.step_seconds(ranks, each) == found["time of a step"]
+            assert each.examples == alone.sides.datacenter.examples
+    rows = layout_rows(plan, ranks)
+    taken = [float(f"{each.seconds / each.layout.examples:.3g}") for each in rows]
+    assert taken == sorted(taken)
+    # With one replica all ZeRO stages are the same.
+    (whole,) = (each for each in rows if each.layout.keys["tensor_parallel"] == 4)
+    assert whole.text.startswith("zero_stage=0, 1, 2 or 3, tensor_parallel=4")
+    assert whole.layout.examples == 4
+    lines = plan.lines()
+    assert "  layouts, most examples a second first:" in lines
+    assert any(f"fits, {whole.step}" in each for each in lines)
+    assert "Layouts of the ranks, most examples a second first" in plan.html()
+    assert whole.step in plan.html()
+    stored = plan.to_json()["datacenter"]["layouts"]
+    assert stored[0]["step_seconds"] == rows[0].seconds
+
+
+def test_layouts_without_a_time_are_by_their_peak_and_it_is_said(job_file):
+    plan = plan_of(job_file, (), PlanOptions(layouts=True))
+    note = "the smallest layout need not be the fastest: name the GPU by --gpu"
+    assert any(note in each for each in plan.lines())
+    assert "by the peak of a rank" in plan.html()
+    assert note.capitalize() in plan.html()
+    peaks = [each.layout.peak for each in layout_rows(plan, plan.sides.datacenter)]
+    assert peaks == sorted(peaks)
+    by_rate = plan_of(job_file, (), PlanOptions(layouts=True, tflops=1e-3))
+    (first, *_) = layout_rows(by_rate, by_rate.sides.datacenter)
+    assert first.seconds == first.layout.operations / 1e9
+    assert any("--gpu counts their messages too" in each for each in by_rate.lines())
+
+
+def test_layouts_that_do_not_fit_come_last_and_have_no_time(job_file):
+    ranks = plan_of(job_file, (), PlanOptions(layouts=True)).sides.datacenter
+    peaks = sorted(each.peak for each in ranks.others if not each.refused)
+    middle = peaks[len(peaks) // 2] / 2**30
+    plan = plan_of(job_file, (), PlanOptions(gpu="h100", layouts=True, memory_gib=middle))
+    rows = layout_rows(plan, plan.sides.datacenter)
+    fits = [each.fits for each in rows]
+    assert fits == sorted(fits, reverse=True)
+    assert {False, True} == set(fits)
+    assert all((each.seconds is not None) == each.fits for each in rows)
 
 
 REFUSED = {

@@ -1,5 +1,6 @@
 """`isthmus plan --trial` and `--html`: quality by policy, forecast from simulated rounds."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -14,6 +15,8 @@ from isthmus.errors import UserError
 from isthmus_server.cli.plan import plan as plan_command
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.plan import plan_of
+from isthmus_server.plan.what_if import Trained
+from isthmus_server.strategy.learning_curves import Interval
 from isthmus_simulation.trial import train_trial
 
 JOB = """
@@ -53,7 +56,7 @@ def planned(tmp_path_factory):
 
     (folder / "task.py").write_text(TABLE + "    pass\n")
     (folder / "job.toml").write_text(JOB)
-    options = PlanOptions(trial=5, ranks=2, layouts=True, memory_gib=1.0)
+    options = PlanOptions(trial=6, ranks=2, layouts=True, memory_gib=1.0)
     plan = plan_of(folder / "job.toml", (), options)
     return plan, plan.html(now=0.0)
 
@@ -64,7 +67,7 @@ def test_each_policy_has_a_forecast_of_the_end_with_its_cost(planned):
     assert list(tried) == ["alternate", "federated", "datacenter", "hybrid"]
     assert plan.trials.metric == "accuracy"
     for each in tried.values():
-        assert [len(points) for points in each.seeds] == [5, 5]
+        assert [len(points) for points in each.seeds] == [6, 6]
         reached = each.forecast.reached
         assert 0 <= reached.low <= reached.median <= reached.high <= 1
     # The budget of 40 pays for ten federated rounds of 4, or for 6 hybrid ones of 6.
@@ -87,12 +90,64 @@ def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planne
     assert "peak of a rank" in parsed.text
     assert "Layouts of the ranks" in parsed.text
     assert "What would change it" in parsed.text
-    assert "forecast from 5 simulated rounds of each policy with 2 seeds" in parsed.text
+    assert "forecast from 6 simulated rounds of each policy with 2 seeds" in parsed.text
     assert "90% intervals" in parsed.text
     titles = re.findall(r"<circle[^>]*><title>([^<]*)</title>", page)
     assert any("federated, forecast of the end: accuracy" in each for each in titles)
-    assert sum("simulated" in each for each in titles) == 4 * 2 * 5
+    assert sum("simulated" in each for each in titles) == 4 * 2 * 6
     assert not re.search(r"(src|href)=", page)
+
+
+def test_policies_that_the_intervals_do_not_tell_apart_are_named(planned):
+    plan, page = planned
+    assert plan.trials.overlap.startswith("the forecasts do not tell ")
+    assert f"  {plan.trials.overlap}" in plan.lines()
+    assert plan.trials.overlap.capitalize() in page
+    best, *others = plan.trials.policies
+    apart = [
+        dataclasses.replace(
+            each,
+            forecast=dataclasses.replace(
+                each.forecast, reached=Interval(number - 0.1, number, number + 0.1)
+            ),
+        )
+        for number, each in enumerate((best, *others))
+    ]
+    assert dataclasses.replace(plan.trials, policies=apart).overlap == ""
+
+
+def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
+    options = PlanOptions(trial=4, policies=("alternate", "federated"))
+    plan = plan_of(job_file, (), options)
+    mixed, alone = plan.trials.policies
+    assert mixed.forecast is None
+    assert [len(points) for points in mixed.seeds] == [4, 4]
+    assert "too few rounds of each regime (2 datacenter and 2 federated ones" in mixed.note
+    assert mixed.note.endswith("try --trial 6 or more")
+    assert mixed.note in plan.html()
+    assert alone.forecast.reached is not None
+    # If the trial is the whole job, nothing is left to forecast.
+    whole = plan_of(job_file, ("rounds=4",), options)
+    assert whole.trials.policies[0].forecast.reached is not None
+
+
+def test_steps_of_the_one_rank_of_a_trial_are_said(planned, job_file):
+    plan, page = planned
+    assert "one rank, have 4 examples, and those of 2 ranks 8: with datacenter.global_batch=8" in (
+        plan.trials.steps
+    )
+    assert f"  {plan.trials.steps}" in plan.lines()
+    assert plan.trials.steps.capitalize() in Page(page).text
+    options = PlanOptions(trial=3, ranks=2, policies=("datacenter",))
+    assert plan_of(job_file, ("datacenter.global_batch=8",), options).trials.steps == ""
+
+
+def test_a_time_of_nothing_is_not_known(job_file):
+    plan = plan_of(job_file, (), PlanOptions(trial=3, policies=("federated",)))
+    (tried,) = plan.trials.policies
+    assert tried.forecast.seconds == (0.0, 0.0)
+    assert tried.forecast.text.endswith(", time not known")
+    assert Trained(value=0.5, rounds=3, price=1.0, seconds=0.0).text.endswith(", time not known")
 
 
 def test_a_page_without_a_trial_says_what_its_chart_needs(job_file, tmp_path):

@@ -118,11 +118,32 @@ def test_the_command_says_it_and_why_links_to_it(trained):
     assert f"isthmus what-if {directory}" in output_of(why, str(directory))
 
 
+def test_the_command_says_which_rounds_would_tell_more(trained):
+    directory = trained("federated", rounds=6)
+    lines = output_of(what_if_command, str(directory)).splitlines()
+    assert lines[-1].startswith("a log tells more with at least 4 datacenter rounds (for dat")
+    assert "; at least 4 hybrid by weighted rounds (for hybrid" in lines[-1]
+    assert f"isthmus what-if {directory} --replay" in lines[-2]
+    found = {each.policy: each for each in what_if(directory).alternatives}
+    assert found["adaptive"].missing == ""
+    both = {each.policy: each for each in what_if(trained("schedule")).alternatives}
+    assert both["alternate"].missing == "datacenter rounds right after federated ones"
+
+
+def test_a_job_without_phases_has_none_to_follow(trained):
+    directory = trained("federated", rounds=4, **{"strategy.schedule": ()})
+    (found,) = (a for a in what_if(directory).alternatives if a.policy == "schedule")
+    assert found.text == (
+        "cannot be known: there are no phases to follow: the job has no strategy.schedule"
+    )
+
+
 def test_what_the_rounds_leave_open_is_no_forecast(trained, monkeypatch):
     monkeypatch.setattr("isthmus_server.plan.what_if.OPEN", 0.0)
     (found,) = (a for a in what_if(trained("schedule")).alternatives if a.policy == "federated")
     assert found.reached is None
     assert found.open.low < found.open.high
+    assert found.missing == "more rounds like those it has"
     assert "cannot be known: the run's rounds leave " in found.text
 
 

@@ -9,6 +9,9 @@ from isthmus_server.read.report.durations import duration
 from isthmus_server.storage.records import RoundRecord
 from isthmus_server.strategy.forecast import RoundForecast
 
+ALIKE = 0.1
+"""Part by which time, cost and bytes may be off their forecast without a word."""
+
 
 def in_words(forecast: RoundForecast) -> str:
     """What a planned round takes and achieves.
@@ -55,8 +58,17 @@ def ratios(forecast: RoundForecast, record: RoundRecord) -> Iterator[tuple[str, 
 
 
 def compared(forecast: RoundForecast, record: RoundRecord) -> str:
-    """A committed round compared with its forecast; empty if nothing was forecast."""
-    parts = [f"{ratio:.2g} times the {name}" for name, ratio in ratios(forecast, record)]
+    """A committed round compared with its forecast; empty if nothing was forecast.
+
+    Of time, cost and bytes it has those that differ, and says if the others do not.
+    """
+    known = dict(ratios(forecast, record))
+    parts = [
+        f"{ratio:.2g} times the {name}" for name, ratio in known.items() if abs(ratio - 1) > ALIKE
+    ]
+    alike = [name for name, ratio in known.items() if abs(ratio - 1) <= ALIKE]
+    if alike and not parts:
+        parts.append(f"{' and '.join(alike)} within {ALIKE:.0%}")
     actual = record.metrics.get(forecast.metric)
     if forecast.value is not None and actual is not None:
         parts.append(f"{forecast.metric} {actual:.4g} instead of {forecast.value:.4g}")

@@ -69,7 +69,6 @@ async def test_a_decision_is_explained_in_full(curious_run):
         "cost 3, ",
         "loss is not known before a round like it",
         "compared with the forecast: ",
-        " times the time, 1 times the cost, ",
         "try 1 failed after",
         "no power",
         "3 of 3 took part",
