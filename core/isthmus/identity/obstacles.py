@@ -18,7 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from isthmus.identity import tls
 from isthmus.identity.proxies import OtherFleet, Road, RoadBlocked
-from isthmus.identity.stations import first_stations, tls_reason
+from isthmus.identity.stations import first_stations, not_passed, tls_reason
 from isthmus.printable import in_a_line
 
 if TYPE_CHECKING:
@@ -158,9 +158,11 @@ async def _secured(
 def _no_server(station: str, error: ssl.SSLError) -> RoadBlocked:
     """What a failure of TLS says about the end of a road."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return RoadBlocked(
-            f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}",
+        return not_passed(
+            station,
+            error,
             "check that all addresses of the name are those of one server",
+            "its operator",
         )
     return RoadBlocked(
         f"what answers at {station} does not speak TLS as a server does ({tls_reason(error)})",

@@ -7,9 +7,11 @@ import os
 import re
 import socket
 import ssl
+import time
 
 from isthmus.identity.proxies import Proxy, Road, RoadBlocked
 from isthmus.printable import in_a_line
+from isthmus.system.clocks import utc
 
 _NEXT_ADDRESS_SECONDS = 0.25
 """A name's next address is tried after this time, so that a dead one costs no more."""
@@ -19,6 +21,8 @@ _SCHEMES_NAMED = 3
 """Most kinds of login that a message names."""
 MOST_HEADERS = 128
 """Lines of an answer's head that are read."""
+_OUT_OF_TIME = (9, 10)
+"""OpenSSL's numbers for a certificate that is not valid yet, and for one that has expired."""
 
 
 async def first_stations(road: Road) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -78,6 +82,27 @@ def tls_reason(error: ssl.SSLError) -> str:
     reason = getattr(error, "reason", None)
     text = reason or re.sub(r"^\[\w+\] | \(_ssl\.c:\d+\)$", "", error.strerror or str(error))
     return in_a_line(text).replace("_", " ").lower()
+
+
+def not_passed(
+    station: str, error: ssl.SSLCertVerificationError, remedy: str, keeper: str
+) -> RoadBlocked:
+    """What to say of a certificate that TLS does not accept.
+
+    Args:
+        station: whose it is.
+        error: of TLS.
+        remedy: what to do, unless the certificate is of another time.
+        keeper: who can renew it.
+    """
+    if error.verify_code in _OUT_OF_TIME:
+        remedy = (
+            f"check this machine's clock, which is at {utc(time.time())}; if that is right, ask "
+            f"{keeper} for a new certificate"
+        )
+    return RoadBlocked(
+        f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}", remedy
+    )
 
 
 def _reason(error: OSError) -> str:
