@@ -19,6 +19,8 @@ _LONGEST = 200
 
 NOT_PASSED = "its certificate does not pass"
 """In the message for a server's certificate that was not accepted."""
+LOGIN_REFUSED = "the proxy answered 407"
+"""The message for a proxy that asks for a login, or does not accept the one that it was given."""
 _CLOSED = "it closed the connection"
 HANDSHAKE_FAILURES = (NOT_PASSED, _CLOSED)
 """In the messages for TLS handshakes that failed: the server's certificate was not accepted, or

@@ -50,6 +50,10 @@ class RoadBlocked(UserError):
         self.remedy = remedy
 
 
+class LoginRefused(RoadBlocked):
+    """A road on which a proxy does not accept the user name and the password that it was given."""
+
+
 class OtherFleet(RoadBlocked):
     """A road at whose end is a server of another authority than the expected one."""
 

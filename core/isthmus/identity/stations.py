@@ -9,7 +9,7 @@ import socket
 import ssl
 import time
 
-from isthmus.identity.proxies import Proxy, Road, RoadBlocked
+from isthmus.identity.proxies import LoginRefused, Proxy, Road, RoadBlocked
 from isthmus.printable import in_a_line
 from isthmus.system.clocks import utc
 
@@ -161,7 +161,7 @@ def _refusal(road: Road, proxy: Proxy, number: int, answer: str, head: bytes) ->
                 "write USER:PASSWORD into a file of mode 0600 and give it with --proxy-login",
             )
         where = road.reason if proxy.login_file is None else proxy.login_file
-        return RoadBlocked(
+        return LoginRefused(
             f"the proxy {proxy} does not accept the user name and the password of {where}",
             "correct them",
         )

@@ -22,6 +22,7 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining
 from isthmus.identity.membership import Membership
 from isthmus.identity.proxies import ProxyChoice
+from isthmus.transport import refused_logins
 from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
 from isthmus.wire import operator_pb2 as pb
@@ -245,6 +246,51 @@ async def test_a_wrong_password_is_told_from_a_missing_one(hub, caplog):
         f"the proxy {hub.proxy.url} does not accept the user name and the password of {file}; "
         "correct them"
     )
+
+
+@pytest.mark.parametrize("through_balancer", [False, True])
+async def test_a_wrong_password_is_not_tried_until_the_account_is_locked(
+    hub, caplog, through_balancer
+):
+    """Five wrong passwords within half an hour lock an account in many networks."""
+    caplog.set_level(logging.INFO)
+    member = await joined(hub)
+    if through_balancer:
+        hub.address = f"wss://{hub.address}/isthmus"
+    hub.proxy.login = f"device:{SECRET}"
+    file = login_file(hub.folder, "device:wrong")
+    before = len(hub.proxy.requests)
+    choice = ProxyChoice.given(None, file)
+    hub.dial(member, ScriptedParticipant(replying(examples=5)), proxy=choice)
+    await wait_until(lambda: "does not accept the user name and the password" in caplog.text)
+    await asyncio.sleep(1.5)  # thirty of the pauses without this
+    assert len(hub.proxy.requests) - before <= 2
+    if not through_balancer:
+        login_file(hub.folder)
+        await wait_until(lambda: "phone" in hub.link.peers)
+
+
+def test_pauses_after_a_wrong_password_are_longer_than_a_lock_counts(monkeypatch):
+    at = 0.0
+
+    async def sleep(seconds):
+        nonlocal at
+        at += seconds
+
+    monkeypatch.setattr(refused_logins.asyncio, "sleep", sleep)
+    monkeypatch.setattr(refused_logins.time, "monotonic", lambda: at)
+    refused = refused_logins.RefusedLogin()
+    tries = [0.0]
+    while at < 7200.0:
+        tries.append(at)
+        refused.note("wrong", "it is wrong")
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(refused.pause(lambda: "wrong"))
+        loop.close()
+    assert tries[2] == pytest.approx(60.0)
+    assert max(sum(0 <= each - first < 1800 for each in tries) for first in tries) <= 4
+    refused.note("other", "it is wrong")
+    assert not refused.is_same("wrong")
 
 
 async def test_a_password_that_is_changed_holds_from_the_next_connection_on(hub, caplog):
