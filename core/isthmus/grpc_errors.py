@@ -19,6 +19,8 @@ _LONGEST = 200
 
 NOT_PASSED = "its certificate does not pass"
 """In the message for a server's certificate that was not accepted."""
+NO_PROTOCOL = "what answers there takes none of gRPC's connections over TLS"
+"""In the message for what offers other protocols in TLS, as balancers do that end it."""
 LOGIN_REFUSED = "the proxy answered 407"
 """The message for a proxy that asks for a login, or does not accept the one that it was given."""
 _CLOSED = "it closed the connection"
@@ -29,6 +31,7 @@ the server did not accept this participant's."""
 _KNOWN = (
     (r"(?:VERIFY_FAILED|BAD_SIGNATURE): ([\w ]+)", rf"{NOT_PASSED}: \1"),
     (r"Hostname Verification Check", "its certificate is for another name than the one dialled"),
+    (r"NO_APPLICATION_PROTOCOL", NO_PROTOCOL),
     (r"WRONG_VERSION_NUMBER", "what answers there does not speak TLS"),
     (r"HTTP proxy returned response code (\d+)", r"the proxy answered \1"),
     (r"HTTP/2|http1", "what answers there does not speak gRPC"),
@@ -49,7 +52,10 @@ def short_message(details: str) -> str:
         match = re.search(pattern, details)
         if match is not None:
             return in_a_line(match.expand(message))
-    return in_a_line(details.rpartition("last error: ")[2][:_LONGEST]) or "no reason was given"
+    last = details.rpartition("last error: ")[2]
+    if len(last) > _LONGEST:
+        last = last[:_LONGEST].rpartition(" ")[0] + " ..."
+    return in_a_line(last) or "no reason was given"
 
 
 def details_of(error: grpc.RpcError | grpc.aio.AioRpcError) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
+from isthmus.grpc_errors import NO_PROTOCOL, NOT_PASSED
 from isthmus.identity import tls
 from isthmus.identity.proxies import OtherFleet, Road, RoadBlocked
 from isthmus.identity.stations import first_stations, not_passed, tls_reason
@@ -44,6 +45,14 @@ async def obstacle(road: Road, authority: x509.Certificate) -> RoadBlocked | Non
     except OSError:
         return None  # a server was reached, and ended the connection because it is busy
     return None
+
+
+def is_clear(road: Road, reason: str) -> bool:
+    """Whether the reason that gRPC gives says what is in the way, so that `obstacle` adds nothing.
+
+    `reason` is one of `isthmus.grpc_errors.short_message`.
+    """
+    return road.is_plain and NOT_PASSED not in reason and NO_PROTOCOL not in reason
 
 
 async def presented(
@@ -164,9 +173,14 @@ def _no_server(station: str, error: ssl.SSLError) -> RoadBlocked:
             "check that all addresses of the name are those of one server",
             "its operator",
         )
+    reason = tls_reason(error)
+    remedy = "check address and port"
+    if "application protocol" in reason:
+        remedy += (
+            "; a balancer that ends TLS may be there: ask the operator for its address with wss://"
+        )
     return RoadBlocked(
-        f"what answers at {station} does not speak TLS as a server does ({tls_reason(error)})",
-        "check address and port",
+        f"what answers at {station} does not speak TLS as a server does ({reason})", remedy
     )
 
 

@@ -22,10 +22,10 @@ import grpc.aio
 
 from isthmus import __version__
 from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
-from isthmus.grpc_errors import LOGIN_REFUSED, NOT_PASSED, details_of, short_message
+from isthmus.grpc_errors import LOGIN_REFUSED, details_of, short_message
 from isthmus.identity.approach import Approach, approach_to
 from isthmus.identity.membership import Membership, check_dialling
-from isthmus.identity.obstacles import obstacle
+from isthmus.identity.obstacles import is_clear, obstacle
 from isthmus.identity.proxies import LoginRefused, ProxyChoice, Road, RoadBlocked
 from isthmus.identity.tls import is_socket
 from isthmus.printable import in_a_line
@@ -478,7 +478,7 @@ class Uplink:
             return str(self._approach.blocked)
         if self.membership is None or self._linked_at < math.inf:
             return why
-        if self._road.is_plain and NOT_PASSED not in why:
+        if is_clear(self._road, why):
             return why
         blocked = await obstacle(self._road, self.membership.authority)
         if blocked is None:

@@ -27,10 +27,10 @@ from isthmus.errors import (
     DamagedError,
     UserError,
 )
-from isthmus.grpc_errors import NOT_PASSED, short_message
+from isthmus.grpc_errors import short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership
-from isthmus.identity.obstacles import obstacle
+from isthmus.identity.obstacles import is_clear, obstacle
 from isthmus.identity.proxies import Road
 from isthmus.job.promises import Deployment
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
@@ -434,7 +434,7 @@ class RemoteMembers(Members):
         """Why the authority cannot be reached, by what is in the way if that is found."""
         reason = short_message(details)
         road = self._road
-        if road is None or (road.proxy is None and NOT_PASSED not in reason):
+        if road is None or is_clear(road, reason):
             return reason
         blocked = await obstacle(road, self.membership.authority)
         return reason if blocked is None else str(blocked)
