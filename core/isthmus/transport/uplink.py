@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -109,6 +110,12 @@ _AWAKE_SECONDS = 60.0
 _LONGEST_SPREAD = _LONGEST_AWAY / 2
 """A server can have no return after a break be spread over longer: later attempts take twice as
 long."""
+
+_WARNED_TRIES = 4
+"""From this attempt on a failure is a warning: shorter interruptions are usual."""
+
+_TIMES = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
+"""What differs between two failures of one reason."""
 
 _PROGRESS_SECONDS = 0.5
 """Shortest time between two progress messages of a request."""
@@ -234,6 +241,8 @@ class Uplink:
         self._approaches: list[Approach] = []
         """Where the channels of `run` dial, for each address."""
         self._refused_login = RefusedLogin()
+        self._reasons: dict[int, str] = {}
+        """Why the last attempt has failed, at each of the addresses."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[object] | None = None
         self._filling: set[asyncio.Task[None]] = set()
@@ -298,8 +307,6 @@ class Uplink:
                     why = details_of(error) or error.code().name
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
                         why = short_message(why)
-                    if self._renewal is not None and self._linked_at == math.inf:
-                        why += self._renewal.doubt(why)
                 except (TimeoutError, UpdateError, RoadBlocked, *GONE) as error:
                     why = str(error) or "silence"
                 task = asyncio.current_task()
@@ -324,10 +331,9 @@ class Uplink:
                 is_login_refused = self._is_login_refused(why, login)
                 is_new = is_login_refused and not self._refused_login.is_same(login)
                 is_told = backoff.broke(open_seconds=time.monotonic() - self._linked_at)
-                if is_told or is_new:
+                if self._is_another(why) or is_told or is_new:
                     why = await self._explained(why, login if is_login_refused else "")
-                    more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
-                    log.info("no link to %s%s: %s%s", self.address, self._road.detour, why, more)
+                    self._complain(why, backoff.tries)
                 self._choose_address(backoff, goes_on=is_full or refused is not None)
                 if is_login_refused:
                     self._refused_login.note(login, why if is_new else self._refused_login.sentence)
@@ -448,6 +454,21 @@ class Uplink:
         options = (*CHANNEL_OPTIONS, *self._approach.options(), *once)
         return grpc.aio.secure_channel(self._approach.target, credentials, options)
 
+    def _is_another(self, why: str) -> bool:
+        """Whether a reason is another one than that of the last failure at this address."""
+        if self._approach is not None and self._approach.blocked is not None:
+            why = str(self._approach.blocked)
+        why = _TIMES.sub("", why)
+        before = self._reasons.get(self._way)
+        self._reasons[self._way] = why
+        return why != before
+
+    def _complain(self, why: str, tries: int) -> None:
+        """Say in the log why there is no link."""
+        level = logging.INFO if tries < _WARNED_TRIES else logging.WARNING
+        more = f" ({tries} tries so far)" if tries > 1 else ""
+        log.log(level, "no link to %s%s: %s%s", self.address, self._road.detour, why, more)
+
     def _login(self) -> str:
         """What the proxy on the road is given; empty if there is none, or it cannot be read."""
         proxy = self._road.proxy
@@ -472,6 +493,8 @@ class Uplink:
             why: what is known of it.
             refused_login: what the proxy does not accept; empty if that is not the reason.
         """
+        if self._renewal is not None and self._linked_at == math.inf:
+            why += self._renewal.doubt(why)
         if refused_login and self._refused_login.is_same(refused_login):
             return self._refused_login.sentence  # asking the proxy is one more try
         if self._approach is not None and self._approach.blocked is not None:

@@ -236,6 +236,23 @@ async def test_each_fault_of_a_proxy_is_one_sentence(hub, fault, caplog):
     assert "clock" not in found
 
 
+async def test_another_reason_is_told_at_once_and_from_the_fourth_try_on_as_a_warning(hub, caplog):
+    caplog.set_level(logging.INFO)
+    member = await joined(hub)
+    caplog.clear()
+    hub.proxy.status = "403 Forbidden"
+    hub.dial(member, ScriptedParticipant(replying(examples=5)))
+    tries = "(16 tries so far)"
+    await wait_until(lambda: tries in caplog.text)
+    before = no_link(caplog)
+    assert len(before) == 5
+    hub.proxy.names = {}
+    await wait_until(lambda: "cannot connect to" in caplog.text)
+    assert "(32 tries so far)" not in caplog.text
+    levels = [each.levelname for each in caplog.records if each.message in before]
+    assert levels == ["INFO", "INFO", "WARNING", "WARNING", "WARNING"]
+
+
 async def test_a_wrong_password_is_told_from_a_missing_one(hub, caplog):
     caplog.set_level(logging.INFO)
     member = await joined(hub)
