@@ -21,7 +21,13 @@ from websockets.uri import WebSocketURI
 from isthmus.errors import UserError
 from isthmus.identity.balancers import PROTOCOL, Balancer
 from isthmus.identity.proxies import Road, RoadBlocked
-from isthmus.identity.stations import MOST_HEADERS, first_stations, not_passed, tls_reason
+from isthmus.identity.stations import (
+    MOST_HEADERS,
+    first_stations,
+    not_passed,
+    silent_proxy,
+    tls_reason,
+)
 from isthmus.identity.tunnel import LARGEST_FRAME, Ended, Tunnel, log
 from isthmus.printable import in_a_line
 
@@ -74,7 +80,9 @@ async def cross(road: Road, near: socket.socket, seconds: float, ended: Ended) -
         raise RoadBlocked(
             f"{station} did not answer in time",
             "check that it forwards to where the server listens (--balancer), and the firewalls "
-            "between",
+            "between"
+            if station == str(balancer)
+            else silent_proxy(road),
         ) from None
     except BaseException:
         near.close()

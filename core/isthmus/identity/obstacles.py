@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 from isthmus.grpc_errors import NO_PROTOCOL, NOT_PASSED
 from isthmus.identity import tls
 from isthmus.identity.proxies import OtherFleet, Road, RoadBlocked
-from isthmus.identity.stations import first_stations, not_passed, tls_reason
+from isthmus.identity.stations import first_stations, not_passed, silent_proxy, tls_reason
 from isthmus.printable import in_a_line
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ async def _secured(
                 writer.transport.abort()
                 raise
     except TimeoutError:
-        remedy = ""
+        remedy = silent_proxy(road)
         if road.proxy is None:
             remedy = f"check the address and the firewalls between{road.other_way}"
         if road.balancer is not None:

@@ -84,6 +84,14 @@ def tls_reason(error: ssl.SSLError) -> str:
     return in_a_line(text).replace("_", " ").lower()
 
 
+def silent_proxy(road: Road) -> str:
+    """What to do where nothing comes through the proxy of a road."""
+    return (
+        f"the proxy may not find {road.host}, or not reach it: compare the address with the "
+        "operator's, or ask the network's owner"
+    )
+
+
 def not_passed(
     station: str, error: ssl.SSLCertVerificationError, remedy: str, keeper: str
 ) -> RoadBlocked:
@@ -168,7 +176,8 @@ def _refusal(road: Road, proxy: Proxy, number: int, answer: str, head: bytes) ->
     if number in _REFUSED:
         return RoadBlocked(
             f"the proxy {proxy} refuses connections to {road.place} ({answer})",
-            "ask the network's owner to permit CONNECT to this address and port",
+            "compare address and port with the operator's; if they are right, ask the network's "
+            "owner to permit CONNECT to them",
         )
     return RoadBlocked(
         f"the proxy {proxy} cannot connect to {road.place} ({answer})",

@@ -21,7 +21,8 @@ from isthmus.doctor import checks
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining
 from isthmus.identity.membership import Membership
-from isthmus.identity.proxies import ProxyChoice
+from isthmus.identity.obstacles import presented
+from isthmus.identity.proxies import ProxyChoice, RoadBlocked, road_to
 from isthmus.transport import refused_logins
 from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
@@ -155,8 +156,9 @@ FAULTS = {
     ),
     "refuses": (
         {"status": "403 Forbidden by policy"},
-        "the proxy {url} refuses connections to {hub} (403 Forbidden by policy); ask the network's "
-        "owner to permit CONNECT to this address and port",
+        "the proxy {url} refuses connections to {hub} (403 Forbidden by policy); compare address "
+        "and port with the operator's; if they are right, ask the network's owner to permit "
+        "CONNECT to them",
     ),
     "does not know the server": (
         {"names": {}},
@@ -351,8 +353,15 @@ async def test_a_proxy_that_does_not_answer(hub, monkeypatch):
     await joined(hub)
     monkeypatch.setattr(joining, "_TIMEOUT", 0.2)
     monkeypatch.setattr(ConnectProxy, "_serve", lambda *_: asyncio.sleep(100))
-    with pytest.raises(UserError, match=f"^the proxy {hub.proxy.url} did not answer in time$"):
+    sentence = f"the proxy {hub.proxy.url} did not answer in time; the proxy may not find {HUB}, "
+    sentence += (
+        "or not reach it: compare the address with the operator's, or ask the network's owner"
+    )
+    with pytest.raises(UserError, match=f"^{sentence}$"):
         await joined(hub, "other")
+    balanced = road_to(f"wss://{hub.url}/isthmus")
+    with pytest.raises(RoadBlocked, match=f"^{sentence}$"):
+        await presented(balanced, 0.2)
 
 
 async def test_a_transfer_in_which_the_proxy_dies_goes_on(hub, caplog):
