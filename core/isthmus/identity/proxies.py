@@ -428,7 +428,8 @@ def _proxy_of(url: str, source: str, login: str) -> Proxy:
     is_port = re.fullmatch("[0-9]{1,5}", digits) is not None and 0 < int(digits) <= 65535
     if not is_host or not is_port:
         # What is no place may be a password whose `@` was forgotten.
-        shown = f" {place!r}, which is" if _A_PLACE.fullmatch(place) else ""
+        typed = place if in_url else url
+        shown = f" {typed!r}, which is" if _A_PLACE.fullmatch(place) else ""
         raise UserError(f"{source} is{shown} not of the form http://HOST:PORT")
     if in_url:
         user, _, password = in_url.partition(":")

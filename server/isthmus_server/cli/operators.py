@@ -216,7 +216,10 @@ def operator() -> None:
 @_STATE
 @proxy_options
 def join(url: str, token: Token, state: Path, proxy: ProxyChoice) -> None:
-    """Join the server at HOST:PORT with an operator's TOKEN."""
+    """Join the server with an operator's TOKEN.
+
+    It is at HOST:PORT, or behind a balancer that ends TLS at wss://HOST/PATH.
+    """
     from isthmus.identity import joining
 
     member = asyncio.run(joining.join(url, token, state, "operator", proxy))
