@@ -28,6 +28,12 @@ HANDSHAKE_FAILURES = (NOT_PASSED, _CLOSED)
 """In the messages for TLS handshakes that failed: the server's certificate was not accepted, or
 the server did not accept this participant's."""
 
+_REFUSED = "nothing listens there (connection refused)"
+_NO_WAY = "there is no way to it in the network"
+_SILENT = "it did not answer in time"
+UNREACHED = (_REFUSED, _NO_WAY, _SILENT)
+"""The messages for servers that cannot be reached at all."""
+
 _KNOWN = (
     (r"(?:VERIFY_FAILED|BAD_SIGNATURE): ([\w ]+)", rf"{NOT_PASSED}: \1"),
     (r"Hostname Verification Check", "its certificate is for another name than the one dialled"),
@@ -35,12 +41,12 @@ _KNOWN = (
     (r"WRONG_VERSION_NUMBER", "what answers there does not speak TLS"),
     (r"HTTP proxy returned response code (\d+)", r"the proxy answered \1"),
     (r"HTTP/2|http1", "what answers there does not speak gRPC"),
-    (r"Connection refused", "nothing listens there (connection refused)"),
+    (r"Connection refused", _REFUSED),
     (r"resolv|hostname lookup|DNS", "the name has no known address"),
     (r"Cancelling all calls|GOAWAY", "it was stopped"),
     (r"No such file or directory", "there is no such socket"),
-    (r"No route to host|Network is unreachable", "there is no way to it in the network"),
-    (r"(?i)timed? ?out|deadline", "it did not answer in time"),
+    (r"No route to host|Network is unreachable", _NO_WAY),
+    (r"(?i)timed? ?out|deadline", _SILENT),
     (r"Connection reset|Broken pipe", "the connection was cut"),
     (r"Socket closed|Stream removed", _CLOSED),
 )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-from isthmus.grpc_errors import NO_PROTOCOL, NOT_PASSED
+from isthmus.grpc_errors import NO_PROTOCOL, NOT_PASSED, UNREACHED
 from isthmus.identity import tls
 from isthmus.identity.proxies import OtherFleet, Road, RoadBlocked
 from isthmus.identity.stations import first_stations, not_passed, silent_proxy, tls_reason
@@ -53,6 +53,13 @@ def is_clear(road: Road, reason: str) -> bool:
     `reason` is one of `isthmus.grpc_errors.short_message`.
     """
     return road.is_plain and NOT_PASSED not in reason and NO_PROTOCOL not in reason
+
+
+def with_remedy(road: Road, reason: str) -> str:
+    """A reason that `is_clear`, with what to do about it as far as that is known."""
+    if reason not in UNREACHED or tls.is_socket(road.address):
+        return reason
+    return f"{reason}; {road.unreached}"
 
 
 async def presented(

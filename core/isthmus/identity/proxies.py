@@ -211,6 +211,11 @@ class Road:
         return "; where only a proxy leads out, give it with --proxy"
 
     @property
+    def unreached(self) -> str:
+        """What to do where nothing listens, or nobody answers."""
+        return f"check that the server runs, and the firewalls between{self.other_way}"
+
+    @property
     def host(self) -> str:
         """The name or address that the server's certificate is for."""
         return host_and_port(self.address)[0]

@@ -52,7 +52,7 @@ async def _connected(road: Road) -> tuple[asyncio.StreamReader, asyncio.StreamWr
         named = f"the name {host}"
         know = "check it, and the name servers of this machine"
         know += "; where only a proxy knows names, give it with --proxy"
-        reach = f"check that the server runs, and the firewalls between{road.other_way}"
+        reach = road.unreached
     else:
         host = proxy.host
         port = proxy.port

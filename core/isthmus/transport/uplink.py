@@ -26,7 +26,7 @@ from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
 from isthmus.grpc_errors import LOGIN_REFUSED, details_of, short_message
 from isthmus.identity.approach import Approach, approach_to
 from isthmus.identity.membership import Membership, check_dialling
-from isthmus.identity.obstacles import is_clear, obstacle
+from isthmus.identity.obstacles import is_clear, obstacle, with_remedy
 from isthmus.identity.proxies import LoginRefused, ProxyChoice, Road, RoadBlocked
 from isthmus.identity.tls import is_socket
 from isthmus.printable import in_a_line
@@ -502,7 +502,7 @@ class Uplink:
         if self.membership is None or self._linked_at < math.inf:
             return why
         if is_clear(self._road, why):
-            return why
+            return with_remedy(self._road, why)
         blocked = await obstacle(self._road, self.membership.authority)
         if blocked is None:
             return why

@@ -26,7 +26,7 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity.approach import approach_to
 from isthmus.identity.membership import Membership, default_state
-from isthmus.identity.obstacles import is_clear, obstacle
+from isthmus.identity.obstacles import is_clear, obstacle, with_remedy
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.identity.proxy_options import proxy_options
 from isthmus.identity.token_options import token_options
@@ -198,7 +198,7 @@ class OperatorClient:
         if self._approach.blocked is not None:
             return str(self._approach.blocked)
         if is_clear(self._road, reason):
-            return reason
+            return with_remedy(self._road, reason)
         blocked = asyncio.run(obstacle(self._road, self.member.authority))
         return reason if blocked is None else str(blocked)
 
