@@ -7,7 +7,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import time
 import uuid
 import weakref
@@ -47,7 +46,6 @@ _NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 """Status codes after which it is unknown whether the server has executed the call."""
 _Reply = TypeVar("_Reply", bound=Message)
 
-log = logging.getLogger(__name__)
 
 _STATE = click.option(
     "--state",
@@ -79,8 +77,6 @@ class OperatorClient:
             raise UserError(f"{state} is the membership of a {self.member.kind}, not an operator's")
         self.member.check_valid()
         self._road = self.member.road(proxy, server)
-        if self._road.announcement:
-            log.info("%s", self._road.announcement)
         opened = contextlib.ExitStack()
         weakref.finalize(self, opened.close)
         self._approach = opened.enter_context(approach_to(self._road))

@@ -87,6 +87,10 @@ async def test_a_device_joins_and_works_through_the_proxy_of_the_variable(hub, c
     await wait_until(lambda: "phone" in hub.link.peers)
     assert (await hub.link.ask("phone", training_request(hub.link))).trained.examples == 5
     assert caplog.messages.count(f"connections to {hub.address} go {way}") == 1
+    await joined(hub, "me", "operator")
+    caplog.clear()
+    await asyncio.to_thread(OperatorClient, hub.folder / "me")
+    assert not [line for line in caplog.messages if line.startswith("connections to ")]
     asked = {head.split()[1] for head in hub.proxy.requests}
     assert asked == {hub.url, hub.address}
     assert not any("Authorization" in head for head in hub.proxy.requests)
