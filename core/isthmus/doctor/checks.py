@@ -26,8 +26,8 @@ from isthmus.grpc_errors import short_message
 from isthmus.identity import tls
 from isthmus.identity.approach import approach_to
 from isthmus.identity.membership import Membership
-from isthmus.identity.obstacles import obstacle
-from isthmus.identity.proxies import ProxyChoice, Road
+from isthmus.identity.obstacles import ENDED, check_no_inspection, obstacle, presented
+from isthmus.identity.proxies import ProxyChoice, Road, RoadBlocked, road_to
 from isthmus.system.clocks import CLOCK_METADATA, utc
 from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD
 
@@ -155,6 +155,25 @@ def server_reached(member: Membership, road: Road) -> Diagnosis:
     if blocked is not None:
         return Diagnosis("FAIL", "server", blocked.found, blocked.remedy)
     return Diagnosis("OK", "server", f"{road.address} accepts connections")
+
+
+def road_before_joining(proxy: ProxyChoice, address: str) -> Iterator[Diagnosis]:
+    """Whether a server answers at an address that this machine has not joined.
+
+    Args:
+        proxy: what the owner says about proxies now.
+        address: of the server, for joining or for the link.
+    """
+    road = road_to(address, proxy)
+    road.check_used(proxy)
+    yield Diagnosis("OK", "road", f"connections to {road.address} go {road}")
+    try:
+        with contextlib.suppress(*ENDED):  # a server was reached, and has no place now
+            check_no_inspection(road, asyncio.run(presented(road)))
+    except RoadBlocked as blocked:
+        yield Diagnosis("FAIL", "server", blocked.found, blocked.remedy)
+    else:
+        yield Diagnosis("OK", "server", f"{road.address} accepts connections")
 
 
 def clock(

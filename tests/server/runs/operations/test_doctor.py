@@ -197,6 +197,23 @@ async def test_other_addresses_of_a_device_are_tried_in_place_of_its_own(fleet, 
     await fleet.close()
 
 
+async def test_the_road_is_told_before_a_device_has_joined(fleet, tmp_path):  # noqa: F811
+    await fleet.listen()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
+        words = ["device", str(tmp_path), "--json"]
+        for address in (fleet.url, fleet.address, nowhere):
+            words += ["--server", address]
+        result = await asyncio.to_thread(CliRunner().invoke, doctor, words)
+    found = json.loads(result.output)
+    assert [each["level"] for each in found if each["what"] == "server"] == ["OK", "OK", "FAIL"]
+    assert f"{nowhere} cannot be reached: Connection refused" in str(found)
+    said = [each["found"] for each in found if each["level"] == "FAIL"]
+    assert len(said) == len(set(said)) == 2  # that it has no membership, once
+    await fleet.close()
+
+
 async def test_an_aggregator_that_has_joined(fleet, tmp_path):  # noqa: F811
     await fleet.listen()
     keys = tmp_path / "sums"
