@@ -49,7 +49,7 @@ COMMANDS = [
     "isthmus authority start --address STATE",
     "isthmus authority token create --expires --kind --name --uses STATE",
     "isthmus authority verify STATE",
-    "isthmus cancel --balancer-ca --proxy --proxy-login --state JOB",
+    "isthmus cancel --balancer-ca --proxy --proxy-login --server --state JOB",
     (
         "isthmus chaos --clients --crash-sweep --datacenters --json --minutes --network --plan "
         "--sample --seed --set --state JOB"
@@ -81,17 +81,17 @@ COMMANDS = [
     "isthmus doctor device --balancer-ca --json --proxy --proxy-login --server STATE",
     "isthmus doctor server --address --balancer --json --one-port STATE",
     "isthmus export --format --output RUN_DIR",
-    "isthmus fetch --balancer-ca --max-mb --output --proxy --proxy-login --state JOB",
+    "isthmus fetch --balancer-ca --max-mb --output --proxy --proxy-login --server --state JOB",
     "isthmus job check --collectives --device --memory --ranks --set PATH",
     "isthmus job schema",
-    "isthmus jobs --balancer-ca --ended --json --proxy --proxy-login --state",
-    "isthmus logs --balancer-ca --follow --proxy --proxy-login --state JOB",
+    "isthmus jobs --balancer-ca --ended --json --proxy --proxy-login --server --state",
+    "isthmus logs --balancer-ca --follow --proxy --proxy-login --server --state JOB",
     "isthmus model convert FOLDER OUTPUT",
     "isthmus model import --base --set JOB PATH",
     "isthmus model inspect --base PATH",
     "isthmus new --kind FOLDER",
     "isthmus operator join --balancer-ca --proxy --proxy-login --state --token-file TOKEN URL",
-    "isthmus pause --balancer-ca --proxy --proxy-login --state JOB",
+    "isthmus pause --balancer-ca --proxy --proxy-login --server --state JOB",
     (
         "isthmus plan --calibrate --checkpoint-seconds --collectives --device --gpu "
         "--gpus-per-node --html --json --layouts --mbit --measure --memory-gib --mtbf-hours "
@@ -102,7 +102,7 @@ COMMANDS = [
     "isthmus privacy plan --find --json --noise --set --signal-to-noise --unit JOB",
     "isthmus prove --output --replay RUN_DIR",
     "isthmus report --html --json --schema RUN_DIR",
-    "isthmus resume --balancer-ca --proxy --proxy-login --state JOB",
+    "isthmus resume --balancer-ca --proxy --proxy-login --server --state JOB",
     "isthmus run --address --log-format --metrics --quiet --resume --run-dir --set --track JOB",
     "isthmus runs adopt --nothing-ran-since --original-is-gone RUN_DIR",
     "isthmus runs branch SOURCE TARGET",
@@ -135,7 +135,10 @@ COMMANDS = [
         "--resume --run-dir --scheduler --seeds --set --track --vary JOB"
     ),
     "isthmus statistics --address --output --run-dir --set JOB",
-    "isthmus submit --balancer-ca --project --proxy --proxy-login --set --share --state JOB",
+    (
+        "isthmus submit --balancer-ca --project --proxy --proxy-login --server --set --share "
+        "--state JOB"
+    ),
     "isthmus task install --author --tasks PACKAGE",
     "isthmus task key FILE",
     "isthmus task pack --key --name --output --version FOLDER",

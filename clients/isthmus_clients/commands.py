@@ -59,7 +59,10 @@ _STATE = click.option(
 @_STATE
 @proxy_options
 def join(url: str, token: joining.Token, state: Path, proxy: ProxyChoice) -> None:
-    """Join the server at HOST:PORT with a TOKEN from its operator."""
+    """Join the server with a TOKEN from its operator.
+
+    It is at HOST:PORT, or behind a balancer that ends TLS at wss://HOST/PATH.
+    """
     member = asyncio.run(joining.join(url, token, state, "client", proxy))
     begin = "isthmus client start"
     if state != default_state("client"):
@@ -139,8 +142,8 @@ def status(state: Path) -> None:
     "servers",
     multiple=True,
     metavar="HOST:PORT",
-    help="Address of the server, if it differs from the one that was joined, or of an aggregator; "
-    "several are tried in turn.",
+    help="Address of the server (also wss://HOST/PATH, behind a balancer that ends TLS), if it "
+    "differs from the one that was joined, or of an aggregator; several are tried in turn.",
 )
 @click.option(
     "--name", help="Name of the device, for a server on this machine that requires no certificate."

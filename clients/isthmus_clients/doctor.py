@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,11 +44,17 @@ def doctor_device(state: Path, servers: tuple[str, ...], as_json: bool, proxy: P
 def _results(state: Path, servers: Sequence[str], proxy: ProxyChoice) -> Iterator[Diagnosis]:
     yield from diagnose("versions", checks.versions)
     yield checks.tls_version()
+    is_member = (state / "member.json").exists()
     yield from diagnose("membership", lambda: checks.membership(state, ("client",), proxy, servers))
+    if not is_member:
+        for address in servers:
+            before = functools.partial(checks.road_before_joining, proxy, address)
+            yield from diagnose("road", before)
     if not state.is_dir():
         return
     yield from diagnose("disk", lambda: checks.disk(state))
-    yield from diagnose("history", lambda: _history(state))
+    if is_member:
+        yield from diagnose("history", lambda: _history(state))
     yield _sandbox()
     yield from diagnose("memory", _memory)
 

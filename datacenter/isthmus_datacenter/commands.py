@@ -42,7 +42,8 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--server",
             metavar="HOST:PORT",
-            help="The server to connect to. Default: the server joined.",
+            help="The server to connect to, also as wss://HOST/PATH behind a balancer that ends "
+            "TLS. Default: the server joined.",
         ),
         click.option(
             "--name", help="Name on the server. Default: the name joined with, else `datacenter`."
@@ -97,7 +98,10 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--state", required=True, type=_DIRECTORY, help="The directory to pass to `launch`.")
 @proxy_options
 def join(url: str, token: Token, state: Path, proxy: ProxyChoice) -> None:
-    """Join the server at HOST:PORT with a TOKEN from its operator."""
+    """Join the server with a TOKEN from its operator.
+
+    It is at HOST:PORT, or behind a balancer that ends TLS at wss://HOST/PATH.
+    """
     from isthmus.identity import joining
 
     member = asyncio.run(joining.join(url, token, state / "membership", "datacenter", proxy))

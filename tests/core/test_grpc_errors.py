@@ -42,6 +42,12 @@ TLS = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007
             f"{TO_ALL}UNKNOWN: ipv4:127.0.0.1:1: HTTP proxy returned response code 503",
             "the proxy answered 503",
         ),
+        (
+            f"{TO_ALL}UNKNOWN: ipv4:10.9.2.2:443: {TLS}OPENSSL_internal:"
+            "TLSV1_ALERT_NO_APPLICATION_PROTOCOL: Invalid certificate verification context: OK",
+            "what answers there takes none of gRPC's connections over TLS",
+        ),
+        (f"{TO_ALL}{'word ' * 100}", "word " * 39 + "word ..."),
         (f"{TO_ALL}UNKNOWN: something new", "UNKNOWN: something new"),
         ("", "no reason was given"),
     ],

@@ -129,6 +129,7 @@ def test_no_proxy(host, exempt, expected):
         ("http://me:secret@::1:3128", "is '::1:3128', which is not of the form"),
         ("http://me:secret:proxy:3128", "is not of the form http://HOST:PORT$"),
         ("http://me:secret", "is not of the form http://HOST:PORT$"),
+        ("http://10.9.1.1", "is 'http://10.9.1.1', which is not of the form http://HOST:PORT$"),
     ],
 )
 def test_another_value_is_refused_without_its_password(url, sentence):

@@ -23,10 +23,11 @@ from cryptography import x509
 from isthmus import __version__
 from isthmus.errors import IsthmusError
 from isthmus.grpc_errors import short_message
+from isthmus.identity import tls
 from isthmus.identity.approach import approach_to
 from isthmus.identity.membership import Membership
-from isthmus.identity.obstacles import obstacle
-from isthmus.identity.proxies import ProxyChoice, Road
+from isthmus.identity.obstacles import ENDED, check_no_inspection, obstacle, presented
+from isthmus.identity.proxies import ProxyChoice, Road, RoadBlocked, road_to
 from isthmus.system.clocks import CLOCK_METADATA, utc
 from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD
 
@@ -51,6 +52,14 @@ _SILENT_REMEDY = (
     "interface a smaller MTU, as with ip link set dev eth0 mtu 1280, or ask the network's owner "
     "about it"
 )
+
+
+_RENEWING = {
+    "client": "`isthmus client start`",
+    "datacenter": "`isthmus datacenter launch`",
+    tls.AGGREGATOR: "`isthmus server aggregator start`",
+}
+"""The commands that renew a membership's certificate, by its kind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +117,33 @@ def modes(directory: Path, secrets: Iterable[str]) -> Diagnosis:
     return Diagnosis("OK", "file modes", "secrets can be read by this user only")
 
 
-def certificate(what: str, found: x509.Certificate, remedy: str) -> Diagnosis:
-    """How long a certificate is valid."""
+def certificate(
+    what: str,
+    found: x509.Certificate,
+    remedy: str,
+    ended: str = "",
+    ahead: float | None = None,
+) -> Diagnosis:
+    """How long a certificate is valid.
+
+    Args:
+        what: the name of the check.
+        found: the certificate.
+        remedy: what to do about one that ends soon.
+        ended: what to do about one that has ended; by default the same.
+        ahead: seconds by which this machine's clock is ahead of the server's, which decides; None
+            if that is not known.
+    """
     end = found.not_valid_after_utc.timestamp()
-    left = end - time.time()
+    own = time.time()
+    now = own - (ahead or 0.0)
+    clock = "the server's clock" if ahead is not None else "this machine's clock"
+    by = f"by {clock}, which is at {utc(now)}"
+    left = end - now
     if left < 0:
-        return Diagnosis("FAIL", what, f"it ended at {utc(end)}", remedy)
-    if found.not_valid_before_utc.timestamp() > time.time():
-        return Diagnosis("FAIL", what, "it is not valid yet", "set the clock of this machine")
+        return Diagnosis("FAIL", what, f"it ended at {utc(end)} {by}", ended or remedy)
+    if found.not_valid_before_utc.timestamp() > now:
+        return Diagnosis("FAIL", what, f"it is not valid yet {by}", "set the clock that is wrong")
     if left < _SOON:
         return Diagnosis("WARN", what, f"it ends at {utc(end)} and was not renewed", remedy)
     return Diagnosis("OK", what, f"it is valid until {utc(end)}")
@@ -129,10 +157,35 @@ def server_reached(member: Membership, road: Road) -> Diagnosis:
     return Diagnosis("OK", "server", f"{road.address} accepts connections")
 
 
-def clock(member: Membership, road: Road, seconds: float = _ANSWER_SECONDS) -> Diagnosis:
+def road_before_joining(proxy: ProxyChoice, address: str) -> Iterator[Diagnosis]:
+    """Whether a server answers at an address that this machine has not joined.
+
+    Args:
+        proxy: what the owner says about proxies now.
+        address: of the server, for joining or for the link.
+    """
+    road = road_to(address, proxy)
+    road.check_used(proxy)
+    yield Diagnosis("OK", "road", f"connections to {road.address} go {road}")
+    try:
+        with contextlib.suppress(*ENDED):  # a server was reached, and has no place now
+            check_no_inspection(road, asyncio.run(presented(road)))
+    except RoadBlocked as blocked:
+        yield Diagnosis("FAIL", "server", blocked.found, blocked.remedy)
+    else:
+        yield Diagnosis("OK", "server", f"{road.address} accepts connections")
+
+
+def clock(
+    member: Membership,
+    road: Road,
+    seconds: float = _ANSWER_SECONDS,
+    note: Callable[[float], None] = lambda ahead: None,
+) -> Diagnosis:
     """How far this machine's clock is from the server's, which authenticates itself.
 
     A server that says nothing within `seconds` is a matter of the road, and not of the clock.
+    `note` is given the seconds by which this machine's is ahead, if the server has told its time.
     """
     credentials = member.channel_credentials()
     with contextlib.ExitStack() as opened:
@@ -160,10 +213,23 @@ def clock(member: Membership, road: Road, seconds: float = _ANSWER_SECONDS) -> D
             "FAIL", "clock", found, f"if this machine is at {utc(now)} wrongly, {remedy}"
         )
     ahead = now - float(told)
+    note(ahead)
     if abs(ahead) < _CLOCK_SECONDS:
         return Diagnosis("OK", "clock", "it agrees with the server's to within a minute")
     way = "ahead of" if ahead > 0 else "behind"
-    return Diagnosis("WARN", "clock", f"it is {abs(ahead):.0f} s {way} the server's", remedy)
+    return Diagnosis("WARN", "clock", f"it is {_span(abs(ahead))} {way} the server's", remedy)
+
+
+def _span(seconds: float) -> str:
+    """A difference of clocks, in a unit of which there are at least two.
+
+    >>> _span(90.0), _span(7200.0), _span(864000.4)
+    ('90 s', '2 hours', '10 days')
+    """
+    for unit, length in (("days", 24 * 3600.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length - 1:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def membership(
@@ -185,18 +251,28 @@ def membership(
         yield Diagnosis("FAIL", "membership", found, "give the directory of another role")
         return
     yield Diagnosis("OK", "membership", f"{member.name} at {member.server}")
-    yield certificate("certificate", member.certificate, "start it, or join again with a new token")
+    ahead: list[float] = []
     for address in servers or (member.server,):
-        yield from diagnose("road", functools.partial(_on_the_road, member, proxy, address))
+        on_the_road = functools.partial(_on_the_road, member, proxy, address, ahead.append)
+        yield from diagnose("road", on_the_road)
+    yield certificate(
+        "certificate",
+        member.certificate,
+        f"have {_RENEWING[member.kind]} run, which renews it",
+        ("" if ahead else "if that clock is right, ") + "join again with a new token",
+        ahead[0] if ahead else None,
+    )
 
 
-def _on_the_road(member: Membership, proxy: ProxyChoice, address: str) -> Iterator[Diagnosis]:
+def _on_the_road(
+    member: Membership, proxy: ProxyChoice, address: str, note: Callable[[float], None]
+) -> Iterator[Diagnosis]:
     road = member.road(proxy, address)
     yield Diagnosis("OK", "road", f"connections to {road.address} go {road}")
     reached = server_reached(member, road)
     yield reached
     if reached.level == "OK":
-        yield from diagnose("clock", lambda: clock(member, road))
+        yield from diagnose("clock", lambda: clock(member, road, note=note))
 
 
 def port(address: str, number: int) -> Diagnosis:

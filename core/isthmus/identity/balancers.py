@@ -121,4 +121,9 @@ def host_and_port(address: str) -> tuple[str, int]:
             f"the server's address {address!r} begins with {other[0]}: give HOST:PORT, or "
             f"{SCHEME}HOST/PATH for a server behind a balancer that ends TLS"
         )
+    if "/" in address:
+        raise UserError(
+            f"the server's address {address!r} is not of the form HOST:PORT, or "
+            f"{SCHEME}HOST/PATH for a server behind a balancer that ends TLS"
+        )
     return tls.split_address(address, "the server's address")

@@ -10,7 +10,6 @@ import asyncio
 import re
 import socket
 import ssl
-import time
 from http import HTTPStatus
 from typing import cast
 
@@ -22,22 +21,24 @@ from websockets.uri import WebSocketURI
 from isthmus.errors import UserError
 from isthmus.identity.balancers import PROTOCOL, Balancer
 from isthmus.identity.proxies import Road, RoadBlocked
-from isthmus.identity.stations import MOST_HEADERS, first_stations, tls_reason
+from isthmus.identity.stations import (
+    MOST_HEADERS,
+    first_stations,
+    not_passed,
+    silent_proxy,
+    tls_reason,
+)
 from isthmus.identity.tunnel import LARGEST_FRAME, Ended, Tunnel, log
 from isthmus.printable import in_a_line
-from isthmus.system.clocks import utc
 
 _ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError, asyncio.IncompleteReadError)
 _REFUSED = (401, 403, 405, 407, 451)
 _NOT_UPGRADED = (400, 426, 501, 505)
 _UNREACHABLE = (502, 503, 504)
-_OUT_OF_TIME = (9, 10)
-"""OpenSSL's numbers for a certificate that is not valid yet, and for one that has expired."""
 _OTHER_AUTHORITY = (
     "check the address; if an authority of your organisation has issued it, give that with "
     "--balancer-ca FILE"
 )
-_RENEW = "if that is right, ask who runs the balancer for a new certificate"
 
 
 async def cross(road: Road, near: socket.socket, seconds: float, ended: Ended) -> Tunnel:
@@ -79,7 +80,9 @@ async def cross(road: Road, near: socket.socket, seconds: float, ended: Ended) -
         raise RoadBlocked(
             f"{station} did not answer in time",
             "check that it forwards to where the server listens (--balancer), and the firewalls "
-            "between",
+            "between"
+            if station == str(balancer)
+            else silent_proxy(road),
         ) from None
     except BaseException:
         near.close()
@@ -101,12 +104,7 @@ async def _secured(balancer: Balancer, station: str, writer: asyncio.StreamWrite
         if writer.get_extra_info("ssl_object") is None:
             raise ConnectionResetError
     except ssl.SSLCertVerificationError as error:
-        remedy = _OTHER_AUTHORITY
-        if error.verify_code in _OUT_OF_TIME:
-            remedy = f"check this machine's clock, which is at {utc(time.time())}; {_RENEW}"
-        raise RoadBlocked(
-            f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}", remedy
-        ) from None
+        raise not_passed(station, error, _OTHER_AUTHORITY, "who runs the balancer") from None
     except _ENDED:
         raise RoadBlocked(
             f"{station} ended the connection in the TLS handshake",

@@ -33,7 +33,6 @@ from google.protobuf.message import DecodeError
 from isthmus.errors import AdmissionRefused, UserError, cause_of
 from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity import tls
-from isthmus.identity.balancers import is_behind_balancer
 from isthmus.identity.join_channel import join_channel, trusting
 from isthmus.identity.membership import Membership, check_issued, prepare
 from isthmus.identity.obstacles import ENDED, check_no_inspection
@@ -139,8 +138,7 @@ async def join(
         UserError: the address, the proxy or the directory cannot be used.
         AdmissionRefused: the server refused, or is not the server of the token.
     """
-    url = url if is_behind_balancer(url) else url.removeprefix("https://").rstrip("/")
-    road = road_to(url, proxy)
+    road = road_to(_dialled(url), proxy)
     road.check_used(proxy)
     host = road.host
     # All that is behind a balancer is at its address.
@@ -179,6 +177,20 @@ async def join(
             proxy=proxy,
         )
     )
+
+
+def _dialled(url: str) -> str:
+    """A server's address as it is dialled: HOST:PORT may be written as that of a web page.
+
+    >>> _dialled("https://fleet.example.org:9401/"), _dialled("https://fleet.example.org/isthmus")
+    ('fleet.example.org:9401', 'https://fleet.example.org/isthmus')
+    """
+    bare = url.removeprefix("https://").rstrip("/")
+    try:
+        tls.split_address(bare, "the server's address")
+    except UserError:
+        return url  # which says more about what it should be, and is what was typed
+    return bare
 
 
 async def _fetch_authority(road: Road, host: str, token: Token) -> x509.Certificate:

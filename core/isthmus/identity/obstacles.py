@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
+from isthmus.grpc_errors import NO_PROTOCOL, NOT_PASSED, UNREACHED
 from isthmus.identity import tls
 from isthmus.identity.proxies import OtherFleet, Road, RoadBlocked
-from isthmus.identity.stations import first_stations, tls_reason
+from isthmus.identity.stations import first_stations, not_passed, silent_proxy, tls_reason
 from isthmus.printable import in_a_line
 
 if TYPE_CHECKING:
@@ -44,6 +45,21 @@ async def obstacle(road: Road, authority: x509.Certificate) -> RoadBlocked | Non
     except OSError:
         return None  # a server was reached, and ended the connection because it is busy
     return None
+
+
+def is_clear(road: Road, reason: str) -> bool:
+    """Whether the reason that gRPC gives says what is in the way, so that `obstacle` adds nothing.
+
+    `reason` is one of `isthmus.grpc_errors.short_message`.
+    """
+    return road.is_plain and NOT_PASSED not in reason and NO_PROTOCOL not in reason
+
+
+def with_remedy(road: Road, reason: str) -> str:
+    """A reason that `is_clear`, with what to do about it as far as that is known."""
+    if reason not in UNREACHED or tls.is_socket(road.address):
+        return reason
+    return f"{reason}; {road.unreached}"
 
 
 async def presented(
@@ -136,7 +152,7 @@ async def _secured(
                 writer.transport.abort()
                 raise
     except TimeoutError:
-        remedy = ""
+        remedy = silent_proxy(road)
         if road.proxy is None:
             remedy = f"check the address and the firewalls between{road.other_way}"
         if road.balancer is not None:
@@ -158,13 +174,20 @@ async def _secured(
 def _no_server(station: str, error: ssl.SSLError) -> RoadBlocked:
     """What a failure of TLS says about the end of a road."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return RoadBlocked(
-            f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}",
+        return not_passed(
+            station,
+            error,
             "check that all addresses of the name are those of one server",
+            "its operator",
+        )
+    reason = tls_reason(error)
+    remedy = "check address and port"
+    if "application protocol" in reason:
+        remedy += (
+            "; a balancer that ends TLS may be there: ask the operator for its address with wss://"
         )
     return RoadBlocked(
-        f"what answers at {station} does not speak TLS as a server does ({tls_reason(error)})",
-        "check address and port",
+        f"what answers at {station} does not speak TLS as a server does ({reason})", remedy
     )
 
 

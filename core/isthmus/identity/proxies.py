@@ -50,6 +50,10 @@ class RoadBlocked(UserError):
         self.remedy = remedy
 
 
+class LoginRefused(RoadBlocked):
+    """A road on which a proxy does not accept the user name and the password that it was given."""
+
+
 class OtherFleet(RoadBlocked):
     """A road at whose end is a server of another authority than the expected one."""
 
@@ -205,6 +209,11 @@ class Road:
         if self.proxy is not None or self.reason or _is_this_machine(self.host):
             return ""
         return "; where only a proxy leads out, give it with --proxy"
+
+    @property
+    def unreached(self) -> str:
+        """What to do where nothing listens, or nobody answers."""
+        return f"check that the server runs, and the firewalls between{self.other_way}"
 
     @property
     def host(self) -> str:
@@ -424,7 +433,8 @@ def _proxy_of(url: str, source: str, login: str) -> Proxy:
     is_port = re.fullmatch("[0-9]{1,5}", digits) is not None and 0 < int(digits) <= 65535
     if not is_host or not is_port:
         # What is no place may be a password whose `@` was forgotten.
-        shown = f" {place!r}, which is" if _A_PLACE.fullmatch(place) else ""
+        typed = place if in_url else url
+        shown = f" {typed!r}, which is" if _A_PLACE.fullmatch(place) else ""
         raise UserError(f"{source} is{shown} not of the form http://HOST:PORT")
     if in_url:
         user, _, password = in_url.partition(":")

@@ -7,9 +7,11 @@ import os
 import re
 import socket
 import ssl
+import time
 
-from isthmus.identity.proxies import Proxy, Road, RoadBlocked
+from isthmus.identity.proxies import LoginRefused, Proxy, Road, RoadBlocked
 from isthmus.printable import in_a_line
+from isthmus.system.clocks import utc
 
 _NEXT_ADDRESS_SECONDS = 0.25
 """A name's next address is tried after this time, so that a dead one costs no more."""
@@ -19,6 +21,8 @@ _SCHEMES_NAMED = 3
 """Most kinds of login that a message names."""
 MOST_HEADERS = 128
 """Lines of an answer's head that are read."""
+_OUT_OF_TIME = (9, 10)
+"""OpenSSL's numbers for a certificate that is not valid yet, and for one that has expired."""
 
 
 async def first_stations(road: Road) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -48,7 +52,7 @@ async def _connected(road: Road) -> tuple[asyncio.StreamReader, asyncio.StreamWr
         named = f"the name {host}"
         know = "check it, and the name servers of this machine"
         know += "; where only a proxy knows names, give it with --proxy"
-        reach = f"check that the server runs, and the firewalls between{road.other_way}"
+        reach = road.unreached
     else:
         host = proxy.host
         port = proxy.port
@@ -78,6 +82,35 @@ def tls_reason(error: ssl.SSLError) -> str:
     reason = getattr(error, "reason", None)
     text = reason or re.sub(r"^\[\w+\] | \(_ssl\.c:\d+\)$", "", error.strerror or str(error))
     return in_a_line(text).replace("_", " ").lower()
+
+
+def silent_proxy(road: Road) -> str:
+    """What to do where nothing comes through the proxy of a road."""
+    return (
+        f"the proxy may not find {road.host}, or not reach it: compare the address with the "
+        "operator's, or ask the network's owner"
+    )
+
+
+def not_passed(
+    station: str, error: ssl.SSLCertVerificationError, remedy: str, keeper: str
+) -> RoadBlocked:
+    """What to say of a certificate that TLS does not accept.
+
+    Args:
+        station: whose it is.
+        error: of TLS.
+        remedy: what to do, unless the certificate is of another time.
+        keeper: who can renew it.
+    """
+    if error.verify_code in _OUT_OF_TIME:
+        remedy = (
+            f"check this machine's clock, which is at {utc(time.time())}; if that is right, ask "
+            f"{keeper} for a new certificate"
+        )
+    return RoadBlocked(
+        f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}", remedy
+    )
 
 
 def _reason(error: OSError) -> str:
@@ -136,14 +169,15 @@ def _refusal(road: Road, proxy: Proxy, number: int, answer: str, head: bytes) ->
                 "write USER:PASSWORD into a file of mode 0600 and give it with --proxy-login",
             )
         where = road.reason if proxy.login_file is None else proxy.login_file
-        return RoadBlocked(
+        return LoginRefused(
             f"the proxy {proxy} does not accept the user name and the password of {where}",
             "correct them",
         )
     if number in _REFUSED:
         return RoadBlocked(
             f"the proxy {proxy} refuses connections to {road.place} ({answer})",
-            "ask the network's owner to permit CONNECT to this address and port",
+            "compare address and port with the operator's; if they are right, ask the network's "
+            "owner to permit CONNECT to them",
         )
     return RoadBlocked(
         f"the proxy {proxy} cannot connect to {road.place} ({answer})",

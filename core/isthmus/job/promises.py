@@ -10,12 +10,13 @@ report and the console all show what `level_of` returns.
 >>> level_of(parse_job(text, ["federated.secure_aggregation=false"])).name
 'nothing claimed'
 >>> needs_of(parse_job(text, ['federated.weights="coarse"', "evaluation.devices=8"]))
-['weights = "exact" or "coarse"', 'counts = "exact"']
+['weights = "exact" or "coarse"', 'counts = "exact"', 'clients_min = 5']
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -31,6 +32,12 @@ DEPLOYMENTS: tuple[Deployment, ...] = ("separate", "one", "local")
 CURIOUS = "a curious server, without noise"
 LYING = "a lying server, with noise"
 NOTHING = "nothing claimed"
+
+
+_COUNTED = 10
+"""The honest devices that owners' `clients_min` asks for unless they set it."""
+_COLLUDE = 10
+"""One in so many devices of a sum, or a part of so many, counts as colluding with the server."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +127,7 @@ def weakest(deployments: Iterable[Deployment]) -> Deployment | None:
 def needs_of(job: Job) -> list[str]:
     """What owners must have in their `policy.toml` for their devices to take part in all of it.
 
-    Without what depends on numbers, such as `clients_min` and limits on noise.
+    Without limits on noise, and without `clients_min` of jobs with groups, whose sizes vary.
     """
     federated = job.federated
     needs = []
@@ -141,4 +148,27 @@ def needs_of(job: Job) -> list[str]:
     elif job.evaluation.devices and not job.devices_add_noise:
         also = ' or "same-devices"' if job.evaluation.same_devices else ""
         needs.append(f'counts = "exact"{also}')
+    if (honest := _honest_devices(job)) < _COUNTED:
+        needs.append(f"clients_min = {honest}")
     return needs
+
+
+def _honest_devices(job: Job) -> float:
+    """Devices that count as honest in the smallest secure sum; infinity without such sums.
+
+    Devices that `isthmus run` starts have no certificates and count none.
+
+    >>> from isthmus.job import parse_job
+    >>> text = 'name = "a"' + chr(10) + '[task]' + chr(10) + 'source = "task.py:A"'
+    >>> _honest_devices(parse_job(text, ["federated.cohort=15"]))
+    10
+    """
+    federated = job.federated
+    if not federated.secure_aggregation or federated.clients:
+        return math.inf
+    sums = []
+    if job.strategy.policy != "datacenter" and federated.least_in_group is None:
+        sums.append(federated)
+    if job.evaluation.devices:
+        sums.append(job.evaluation.on_devices(federated))
+    return min((each.needed - -(-each.cohort // _COLLUDE) for each in sums), default=math.inf)

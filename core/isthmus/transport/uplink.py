@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,11 +23,11 @@ import grpc.aio
 
 from isthmus import __version__
 from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
-from isthmus.grpc_errors import NOT_PASSED, details_of, short_message
+from isthmus.grpc_errors import LOGIN_REFUSED, details_of, short_message
 from isthmus.identity.approach import Approach, approach_to
 from isthmus.identity.membership import Membership, check_dialling
-from isthmus.identity.obstacles import obstacle
-from isthmus.identity.proxies import ProxyChoice, Road, RoadBlocked
+from isthmus.identity.obstacles import is_clear, obstacle, with_remedy
+from isthmus.identity.proxies import LoginRefused, ProxyChoice, Road, RoadBlocked
 from isthmus.identity.tls import is_socket
 from isthmus.printable import in_a_line
 from isthmus.system.listeners import other_users_at
@@ -44,6 +45,7 @@ from isthmus.transport.blobs import (
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.mirrors import MirrorSources
 from isthmus.transport.own_places import OwnPlaces
+from isthmus.transport.refused_logins import RefusedLogin
 from isthmus.transport.renewal import CertificateRenewal
 from isthmus.transport.requests import (
     OpenRequest,
@@ -78,6 +80,13 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 512 << 10),
 )
+_ONE_TRY = (
+    # Each attempt has a channel of its own. One that failed lives on until it is collected, and
+    # would try the login of a proxy again.
+    ("grpc.initial_reconnect_backoff_ms", 3_600_000),
+    ("grpc.max_reconnect_backoff_ms", 3_600_000),
+)
+"""Options for channels at a proxy that asks for a login."""
 _FINAL = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -101,6 +110,12 @@ _AWAKE_SECONDS = 60.0
 _LONGEST_SPREAD = _LONGEST_AWAY / 2
 """A server can have no return after a break be spread over longer: later attempts take twice as
 long."""
+
+_WARNED_TRIES = 4
+"""From this attempt on a failure is a warning: shorter interruptions are usual."""
+
+_TIMES = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
+"""What differs between two failures of one reason."""
 
 _PROGRESS_SECONDS = 0.5
 """Shortest time between two progress messages of a request."""
@@ -225,6 +240,9 @@ class Uplink:
         self._welcome: link_pb2.Welcome | None = None
         self._approaches: list[Approach] = []
         """Where the channels of `run` dial, for each address."""
+        self._refused_login = RefusedLogin()
+        self._reasons: dict[int, str] = {}
+        """Why the last attempt has failed, at each of the addresses."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[object] | None = None
         self._filling: set[asyncio.Task[None]] = set()
@@ -274,6 +292,7 @@ class Uplink:
                 self._linked_at = math.inf
                 is_full = False
                 refused: AdmissionRefused | None = None
+                login = self._login()
                 try:
                     await self._serve_one_stream()
                     why = "the server ended the stream"
@@ -288,8 +307,6 @@ class Uplink:
                     why = details_of(error) or error.code().name
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
                         why = short_message(why)
-                    if self._renewal is not None and self._linked_at == math.inf:
-                        why += self._renewal.doubt(why)
                 except (TimeoutError, UpdateError, RoadBlocked, *GONE) as error:
                     why = str(error) or "silence"
                 task = asyncio.current_task()
@@ -311,12 +328,18 @@ class Uplink:
                     self._way = 0
                     await self._go_away()
                     continue
-                if backoff.broke(open_seconds=time.monotonic() - self._linked_at):
-                    why = await self._explained(why)
-                    more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
-                    log.info("no link to %s%s: %s%s", self.address, self._road.detour, why, more)
+                is_login_refused = self._is_login_refused(why, login)
+                is_new = is_login_refused and not self._refused_login.is_same(login)
+                is_told = backoff.broke(open_seconds=time.monotonic() - self._linked_at)
+                if self._is_another(why) or is_told or is_new:
+                    why = await self._explained(why, login if is_login_refused else "")
+                    self._complain(why, backoff.tries)
                 self._choose_address(backoff, goes_on=is_full or refused is not None)
-                await asyncio.sleep(backoff.pause())
+                if is_login_refused:
+                    self._refused_login.note(login, why if is_new else self._refused_login.sentence)
+                    await self._refused_login.pause(self._login)
+                else:
+                    await asyncio.sleep(backoff.pause())
         finally:
             for job in self._jobs.values():
                 job.abandon()
@@ -427,17 +450,59 @@ class Uplink:
             return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
         credentials = self.membership.channel_credentials()
         assert self._approach is not None
-        options = (*CHANNEL_OPTIONS, *self._approach.options())
+        once = _ONE_TRY if self._login() else ()
+        options = (*CHANNEL_OPTIONS, *self._approach.options(), *once)
         return grpc.aio.secure_channel(self._approach.target, credentials, options)
 
-    async def _explained(self, why: str) -> str:
-        """The reason why no stream was opened, by what is in the way if that is found."""
+    def _is_another(self, why: str) -> bool:
+        """Whether a reason is another one than that of the last failure at this address."""
+        if self._approach is not None and self._approach.blocked is not None:
+            why = str(self._approach.blocked)
+        why = _TIMES.sub("", why)
+        before = self._reasons.get(self._way)
+        self._reasons[self._way] = why
+        return why != before
+
+    def _complain(self, why: str, tries: int) -> None:
+        """Say in the log why there is no link."""
+        level = logging.INFO if tries < _WARNED_TRIES else logging.WARNING
+        more = f" ({tries} tries so far)" if tries > 1 else ""
+        log.log(level, "no link to %s%s: %s%s", self.address, self._road.detour, why, more)
+
+    def _login(self) -> str:
+        """What the proxy on the road is given; empty if there is none, or it cannot be read."""
+        proxy = self._road.proxy
+        if proxy is None:
+            return ""
+        try:
+            return proxy.authorization()
+        except RoadBlocked:
+            return ""  # the next attempt says so
+
+    def _is_login_refused(self, why: str, login: str) -> bool:
+        """Whether a login is why no stream was opened."""
+        if not login or self._linked_at < math.inf:
+            return False
+        blocked = None if self._approach is None else self._approach.blocked
+        return isinstance(blocked, LoginRefused) or why == LOGIN_REFUSED
+
+    async def _explained(self, why: str, refused_login: str) -> str:
+        """The reason why no stream was opened, by what is in the way if that is found.
+
+        Args:
+            why: what is known of it.
+            refused_login: what the proxy does not accept; empty if that is not the reason.
+        """
+        if self._renewal is not None and self._linked_at == math.inf:
+            why += self._renewal.doubt(why)
+        if refused_login and self._refused_login.is_same(refused_login):
+            return self._refused_login.sentence  # asking the proxy is one more try
         if self._approach is not None and self._approach.blocked is not None:
             return str(self._approach.blocked)
         if self.membership is None or self._linked_at < math.inf:
             return why
-        if self._road.is_plain and NOT_PASSED not in why:
-            return why
+        if is_clear(self._road, why):
+            return with_remedy(self._road, why)
         blocked = await obstacle(self._road, self.membership.authority)
         if blocked is None:
             return why
@@ -483,6 +548,7 @@ class Uplink:
                 lease = first.welcome.lease_seconds
                 self._welcomed(first.welcome)
                 log.info("linked to %s as %s", self.address, self.name)
+                self._refused_login.forget()
                 self._stream = stream
                 self._linked_at = time.monotonic()
                 if self._renewal is not None:

@@ -32,7 +32,10 @@ def aggregator() -> None:
 @token_options
 @proxy_options
 def join(state: Path, url: str, token: joining.Token, proxy: ProxyChoice) -> None:
-    """Join the server at HOST:PORT with a TOKEN of kind aggregator; the keys are in DIR."""
+    """Join the server with a TOKEN of kind aggregator; the keys are in DIR.
+
+    It is at HOST:PORT, or behind a balancer that ends TLS at wss://HOST/PATH.
+    """
     member = asyncio.run(joining.join(url, token, state, tls.AGGREGATOR, proxy))
     host = tls.aggregator_host(member.name)
     click.echo(f"the aggregator {member.name!r} is ready in {state}; devices reach it at {host}")

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import time
 import uuid
 import weakref
@@ -23,10 +22,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from isthmus.errors import AdmissionRefused, UserError
-from isthmus.grpc_errors import NOT_PASSED, details_of, short_message
+from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity.approach import approach_to
 from isthmus.identity.membership import Membership, default_state
-from isthmus.identity.obstacles import obstacle
+from isthmus.identity.obstacles import is_clear, obstacle, with_remedy
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.identity.proxy_options import proxy_options
 from isthmus.identity.token_options import token_options
@@ -47,7 +46,6 @@ _NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 """Status codes after which it is unknown whether the server has executed the call."""
 _Reply = TypeVar("_Reply", bound=Message)
 
-log = logging.getLogger(__name__)
 
 _STATE = click.option(
     "--state",
@@ -61,11 +59,14 @@ _STATE = click.option(
 class OperatorClient:
     """One operator's connection to the server that was joined."""
 
-    def __init__(self, state: Path, proxy: ProxyChoice | None = None) -> None:
+    def __init__(self, state: Path, proxy: ProxyChoice | None = None, server: str = "") -> None:
         """Connect; a certificate that expires soon is renewed first.
 
-        `proxy` is what the operator says about proxies; by default what was said with the join, and
-        else the variables decide.
+        Args:
+            state: directory with the operator's keys.
+            proxy: what the operator says about proxies; by default what was said with the join, and
+                else the variables decide.
+            server: the server's address; by default the one that was joined.
 
         Raises:
             UserError: this machine has not joined as an operator, or a proxy cannot be used.
@@ -75,9 +76,7 @@ class OperatorClient:
         if self.member.kind != "operator":
             raise UserError(f"{state} is the membership of a {self.member.kind}, not an operator's")
         self.member.check_valid()
-        self._road = self.member.road(proxy)
-        if self._road.announcement:
-            log.info("%s", self._road.announcement)
+        self._road = self.member.road(proxy, server)
         opened = contextlib.ExitStack()
         weakref.finalize(self, opened.close)
         self._approach = opened.enter_context(approach_to(self._road))
@@ -187,15 +186,15 @@ class OperatorClient:
             problem = " did not answer in time"
         else:
             problem = f": {details}"
-        return AdmissionRefused(f"the server at {self.member.server}{problem}{doubt}")
+        return AdmissionRefused(f"the server at {self._road.address}{problem}{doubt}")
 
     def _reason(self, details: str) -> str:
         """Why the server cannot be reached, by what is in the way if that is found."""
         reason = short_message(details)
         if self._approach.blocked is not None:
             return str(self._approach.blocked)
-        if self._road.is_plain and NOT_PASSED not in reason:
-            return reason
+        if is_clear(self._road, reason):
+            return with_remedy(self._road, reason)
         blocked = asyncio.run(obstacle(self._road, self.member.authority))
         return reason if blocked is None else str(blocked)
 
@@ -213,7 +212,10 @@ def operator() -> None:
 @_STATE
 @proxy_options
 def join(url: str, token: Token, state: Path, proxy: ProxyChoice) -> None:
-    """Join the server at HOST:PORT with an operator's TOKEN."""
+    """Join the server with an operator's TOKEN.
+
+    It is at HOST:PORT, or behind a balancer that ends TLS at wss://HOST/PATH.
+    """
     from isthmus.identity import joining
 
     member = asyncio.run(joining.join(url, token, state, "operator", proxy))
@@ -224,10 +226,17 @@ def _dialling(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of a connection, and `dial`, which opens it."""
 
     @_STATE
+    @click.option(
+        "--server",
+        default="",
+        metavar="ADDRESS",
+        help="Address of the server, if it differs from the one that was joined: HOST:PORT, or "
+        "wss://HOST/PATH behind a balancer that ends TLS.",
+    )
     @proxy_options
     @functools.wraps(command)
-    def with_options(state: Path, proxy: ProxyChoice, **others: Any) -> None:
-        command(dial=lambda: OperatorClient(state, proxy), **others)
+    def with_options(state: Path, server: str, proxy: ProxyChoice, **others: Any) -> None:
+        command(dial=lambda: OperatorClient(state, proxy, server), **others)
 
     return with_options
 

@@ -27,10 +27,10 @@ from isthmus.errors import (
     DamagedError,
     UserError,
 )
-from isthmus.grpc_errors import NOT_PASSED, short_message
+from isthmus.grpc_errors import short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership
-from isthmus.identity.obstacles import obstacle
+from isthmus.identity.obstacles import is_clear, obstacle, with_remedy
 from isthmus.identity.proxies import Road
 from isthmus.job.promises import Deployment
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
@@ -434,8 +434,10 @@ class RemoteMembers(Members):
         """Why the authority cannot be reached, by what is in the way if that is found."""
         reason = short_message(details)
         road = self._road
-        if road is None or (road.proxy is None and NOT_PASSED not in reason):
+        if road is None:
             return reason
+        if is_clear(road, reason):
+            return with_remedy(road, reason)
         blocked = await obstacle(road, self.membership.authority)
         return reason if blocked is None else str(blocked)
 

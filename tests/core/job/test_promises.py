@@ -94,7 +94,25 @@ def test_the_weakest_deployment_of_a_run_counts():
     ],
 )
 def test_what_a_job_needs_of_owners(make_job, overrides, needs):
-    assert needs_of(make_job(*overrides)) == needs
+    here = "federated.clients=20"  # which have no certificates, and count nobody
+    assert needs_of(make_job(here, *overrides)) == needs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fewest"),
+    [
+        (("federated.cohort=3",), 2),
+        (("federated.cohort=4",), 2),
+        (("federated.cohort=14", "federated.quorum=11"), 9),
+        (("federated.cohort=15",), None),
+        (("federated.cohort=15", "evaluation.devices=8", *DISTRIBUTED), 5),
+        (("federated.cohort=15", "strategy.policy=datacenter"), None),
+        (("federated.cohort=3", *PLAIN), None),
+    ],
+)
+def test_a_job_of_few_devices_needs_owners_who_let_them_be_few(make_job, overrides, fewest):
+    needs = [need for need in needs_of(make_job(*SECURE, *overrides)) if "clients_min" in need]
+    assert needs == ([] if fewest is None else [f"clients_min = {fewest}"])
 
 
 def test_job_check_shows_both():

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from isthmus.errors import TaskError
 from isthmus.job.commands import check
+from isthmus.job.promises import needs_of
 from isthmus.job.schema import load_job
 from isthmus.projects.commands import KINDS, new
 from isthmus.task import Participant, load_task
@@ -37,7 +38,11 @@ def test_a_new_project_passes_the_check_of_jobs(tmp_path, kind, request):
     assert "is fine: 8 rounds" in done.output
     assert not any("PROJECT" in path.read_text() for path in folder.iterdir() if path.is_file())
     name = tomllib.loads((folder / "job.toml").read_text())["task"]["source"]
-    assert f"task.source=my_{kind}/{name}" in (folder / "README.md").read_text()
+    text = (folder / "README.md").read_text()
+    assert f"task.source=my_{kind}/{name}" in text
+    needs = needs_of(load_job(folder / "job.toml", ["federated.clients=0"]))
+    for need in needs:  # beyond what a device does by default
+        assert f"`privacy.{need}`" in text or need.startswith(("counts", "weights"))
 
 
 def write_data(folder, kind, count):

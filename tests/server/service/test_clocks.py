@@ -12,7 +12,7 @@ import pytest
 from tests.server.scripted_participant import ScriptedParticipant, replying, training_request
 from tests.server.waiting import wait_until
 
-from isthmus.errors import AdmissionRefused
+from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining, tls
 from isthmus.transport.renewal import CertificateRenewal
 from isthmus_server.fleet.authority import CertificateAuthority
@@ -69,6 +69,17 @@ async def test_a_device_stays_or_comes_back_when_the_server_s_clock_jumps(fleet,
     await wait_until(lambda: fleet.link.peers.keys() == {"phone-0"})
     assert await trains(fleet, "phone-0") == 5
     fleet.server.members.registry.check(subject(other))
+
+
+@pytest.mark.parametrize(("ahead", "why"), [(-40, "has expired"), (40, "is not yet valid")])
+async def test_who_joins_with_another_clock_than_the_server_s_looks_at_it(fleet, ahead, why):
+    """TLS goes by the clock of this machine, and only the second connection verifies anything."""
+    clock = ShiftedClock(ahead * DAY)
+    await fleet.listen(authority=CertificateAuthority(fleet.state, now=clock))
+    sentence = f"does not pass: certificate {why}; check this machine's clock, which is at "
+    with pytest.raises(UserError, match=sentence) as caught:
+        await joining.join(fleet.url, fleet.token("late"), fleet.folder / "late", "client")
+    assert str(caught.value).endswith("; if that is right, ask its operator for a new certificate")
 
 
 async def test_a_certificate_that_expires_ends_the_open_stream(fleet, clock):

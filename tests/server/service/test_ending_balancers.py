@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import websockets.asyncio.server
+from click.testing import CliRunner
 from cryptography import x509
 from tests.connect_proxy import ConnectProxy
 from tests.server.loopback import BreakableProxy
@@ -20,15 +21,17 @@ from tests.server.scripted_participant import (
 from tests.server.service.conftest import Fleet
 from tests.server.waiting import wait_until
 
-from isthmus.errors import AdmissionRefused, IsthmusError
+from isthmus.doctor.checks import server_reached
+from isthmus.errors import AdmissionRefused, IsthmusError, UserError
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership
 from isthmus.identity.obstacles import obstacle, presented
 from isthmus.identity.proxies import ProxyChoice, road_to
+from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
 from isthmus.wire import operator_pb2 as pb
-from isthmus_server.cli.operators import OperatorClient
+from isthmus_server.cli.operators import OperatorClient, jobs
 from isthmus_server.service.server import BalancerListener
 from isthmus_server.transport.balancer_port import network_named
 
@@ -240,6 +243,38 @@ async def faulty(folder):
         finally:
             await fleet.close()
             await other.close()
+
+
+async def test_who_dials_a_balancer_as_if_it_were_a_server_is_told_of_wss(behind, caplog):
+    """As HOST:PORT: at a join, in the log, for an operator, and for `isthmus doctor device`."""
+    caplog.set_level(logging.INFO)
+    place = behind.url.split("/")[2]
+    operator = await behind.member("alice", kind="operator")
+    member = await behind.member("phone-0")
+    sentence = (
+        f"what answers at {place} does not speak TLS as a server does (tlsv1 alert no application "
+        "protocol); check address and port; a balancer that ends TLS may be there: ask the "
+        "operator for its address with wss://"
+    )
+    with pytest.raises(UserError) as caught:
+        await joining.join(place, behind.token("late"), behind.folder / "late", "client")
+    assert str(caught.value) == sentence
+    behind.address = place
+    behind.dial(member, ScriptedParticipant(replying(examples=5)))
+    await wait_until(lambda: f"no link to {place}: {sentence}" in caplog.text)
+    found = await asyncio.to_thread(server_reached, member, member.road(None, place))
+    assert f"{found.found}; {found.remedy}" == sentence
+    about = read_sealed(operator.directory / "member.json")
+    write_sealed(operator.directory / "member.json", {**about, "server": place, "proxy": None})
+    with pytest.raises(AdmissionRefused) as refused:
+        await asyncio.to_thread(
+            lambda: OperatorClient(operator.directory).call("Jobs", pb.JobsRequest(), pb.JobsReply)
+        )
+    assert str(refused.value) == f"the server at {place} cannot be reached: {sentence}"
+    words = ["--state", str(operator.directory), "--server", behind.url]
+    words += ["--balancer-ca", behind.choice.balancer_ca]
+    result = await asyncio.to_thread(CliRunner().invoke, jobs, words)
+    assert result.output == "nothing has been submitted yet\n"
 
 
 async def test_each_fault_of_the_road_has_its_sentence(tmp_path, caplog):

@@ -425,6 +425,15 @@ async def test_an_invalid_address_is_reported(tmp_path, url):
         await joining.join(url, Token(bytes(16), bytes(32)), tmp_path / "state", "client")
 
 
+@pytest.mark.parametrize(
+    ("url", "scheme"),
+    [("https://10.9.2.2/isthmus", "begins with https://"), ("10.9.2.2/isthmus", "is not of the")],
+)
+async def test_a_page_s_address_is_repeated_and_wss_is_named(tmp_path, url, scheme):
+    with pytest.raises(UserError, match=f"^the server's address '{url}' {scheme}.*, or wss://HOST"):
+        await joining.join(url, Token(bytes(16), bytes(32)), tmp_path / "state", "client")
+
+
 def test_the_last_port_is_refused_because_joining_needs_the_next(fleet):
     arguments = ["start", str(fleet.state), "--address", "127.0.0.1:65535"]
     result = CliRunner().invoke(server, arguments)

@@ -342,6 +342,13 @@ async def test_following_a_log_ends_with_an_error_when_the_server_stops(operated
         await following
 
 
+async def test_a_server_that_is_down_has_the_sentence_of_every_command(operated):
+    await operated.close()
+    sentence = r"nothing listens there \(connection refused\); check that the server runs, and the "
+    with pytest.raises(AdmissionRefused, match=sentence + "firewalls between$"):
+        await operated.states()
+
+
 async def test_an_operator_s_certificate_is_renewed_by_the_next_command(operated, monkeypatch):
     before = operated.me.certificate.serial_number
     await operated.states()

@@ -21,7 +21,9 @@ from isthmus.doctor import checks
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining
 from isthmus.identity.membership import Membership
-from isthmus.identity.proxies import ProxyChoice
+from isthmus.identity.obstacles import presented
+from isthmus.identity.proxies import ProxyChoice, RoadBlocked, road_to
+from isthmus.transport import refused_logins
 from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
 from isthmus.wire import operator_pb2 as pb
@@ -85,6 +87,10 @@ async def test_a_device_joins_and_works_through_the_proxy_of_the_variable(hub, c
     await wait_until(lambda: "phone" in hub.link.peers)
     assert (await hub.link.ask("phone", training_request(hub.link))).trained.examples == 5
     assert caplog.messages.count(f"connections to {hub.address} go {way}") == 1
+    await joined(hub, "me", "operator")
+    caplog.clear()
+    await asyncio.to_thread(OperatorClient, hub.folder / "me")
+    assert not [line for line in caplog.messages if line.startswith("connections to ")]
     asked = {head.split()[1] for head in hub.proxy.requests}
     assert asked == {hub.url, hub.address}
     assert not any("Authorization" in head for head in hub.proxy.requests)
@@ -154,8 +160,9 @@ FAULTS = {
     ),
     "refuses": (
         {"status": "403 Forbidden by policy"},
-        "the proxy {url} refuses connections to {hub} (403 Forbidden by policy); ask the network's "
-        "owner to permit CONNECT to this address and port",
+        "the proxy {url} refuses connections to {hub} (403 Forbidden by policy); compare address "
+        "and port with the operator's; if they are right, ask the network's owner to permit "
+        "CONNECT to them",
     ),
     "does not know the server": (
         {"names": {}},
@@ -235,6 +242,23 @@ async def test_each_fault_of_a_proxy_is_one_sentence(hub, fault, caplog):
     assert "clock" not in found
 
 
+async def test_another_reason_is_told_at_once_and_from_the_fourth_try_on_as_a_warning(hub, caplog):
+    caplog.set_level(logging.INFO)
+    member = await joined(hub)
+    caplog.clear()
+    hub.proxy.status = "403 Forbidden"
+    hub.dial(member, ScriptedParticipant(replying(examples=5)))
+    tries = "(16 tries so far)"
+    await wait_until(lambda: tries in caplog.text)
+    before = no_link(caplog)
+    assert len(before) == 5
+    hub.proxy.names = {}
+    await wait_until(lambda: "cannot connect to" in caplog.text)
+    assert "(32 tries so far)" not in caplog.text
+    levels = [each.levelname for each in caplog.records if each.message in before]
+    assert levels == ["INFO", "INFO", "WARNING", "WARNING", "WARNING"]
+
+
 async def test_a_wrong_password_is_told_from_a_missing_one(hub, caplog):
     caplog.set_level(logging.INFO)
     member = await joined(hub)
@@ -245,6 +269,51 @@ async def test_a_wrong_password_is_told_from_a_missing_one(hub, caplog):
         f"the proxy {hub.proxy.url} does not accept the user name and the password of {file}; "
         "correct them"
     )
+
+
+@pytest.mark.parametrize("through_balancer", [False, True])
+async def test_a_wrong_password_is_not_tried_until_the_account_is_locked(
+    hub, caplog, through_balancer
+):
+    """Five wrong passwords within half an hour lock an account in many networks."""
+    caplog.set_level(logging.INFO)
+    member = await joined(hub)
+    if through_balancer:
+        hub.address = f"wss://{hub.address}/isthmus"
+    hub.proxy.login = f"device:{SECRET}"
+    file = login_file(hub.folder, "device:wrong")
+    before = len(hub.proxy.requests)
+    choice = ProxyChoice.given(None, file)
+    hub.dial(member, ScriptedParticipant(replying(examples=5)), proxy=choice)
+    await wait_until(lambda: "does not accept the user name and the password" in caplog.text)
+    await asyncio.sleep(1.5)  # thirty of the pauses without this
+    assert len(hub.proxy.requests) - before <= 2
+    if not through_balancer:
+        login_file(hub.folder)
+        await wait_until(lambda: "phone" in hub.link.peers)
+
+
+def test_pauses_after_a_wrong_password_are_longer_than_a_lock_counts(monkeypatch):
+    at = 0.0
+
+    async def sleep(seconds):
+        nonlocal at
+        at += seconds
+
+    monkeypatch.setattr(refused_logins.asyncio, "sleep", sleep)
+    monkeypatch.setattr(refused_logins.time, "monotonic", lambda: at)
+    refused = refused_logins.RefusedLogin()
+    tries = [0.0]
+    while at < 7200.0:
+        tries.append(at)
+        refused.note("wrong", "it is wrong")
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(refused.pause(lambda: "wrong"))
+        loop.close()
+    assert tries[2] == pytest.approx(60.0)
+    assert max(sum(0 <= each - first < 1800 for each in tries) for first in tries) <= 4
+    refused.note("other", "it is wrong")
+    assert not refused.is_same("wrong")
 
 
 async def test_a_password_that_is_changed_holds_from_the_next_connection_on(hub, caplog):
@@ -288,8 +357,15 @@ async def test_a_proxy_that_does_not_answer(hub, monkeypatch):
     await joined(hub)
     monkeypatch.setattr(joining, "_TIMEOUT", 0.2)
     monkeypatch.setattr(ConnectProxy, "_serve", lambda *_: asyncio.sleep(100))
-    with pytest.raises(UserError, match=f"^the proxy {hub.proxy.url} did not answer in time$"):
+    sentence = f"the proxy {hub.proxy.url} did not answer in time; the proxy may not find {HUB}, "
+    sentence += (
+        "or not reach it: compare the address with the operator's, or ask the network's owner"
+    )
+    with pytest.raises(UserError, match=f"^{sentence}$"):
         await joined(hub, "other")
+    balanced = road_to(f"wss://{hub.url}/isthmus")
+    with pytest.raises(RoadBlocked, match=f"^{sentence}$"):
+        await presented(balanced, 0.2)
 
 
 async def test_a_transfer_in_which_the_proxy_dies_goes_on(hub, caplog):

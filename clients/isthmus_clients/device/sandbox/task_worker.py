@@ -171,6 +171,8 @@ def _print_notes() -> None:
     notes.setLevel(logging.INFO)
     notes.addHandler(logging.StreamHandler())
     notes.propagate = False
+    # That a run was opened is in the agent's log already.
+    logging.getLogger("isthmus_clients.device.task_host").setLevel(logging.WARNING)
 
 
 def _failure(error: Exception) -> link_pb2.Reply:

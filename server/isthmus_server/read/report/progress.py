@@ -76,6 +76,8 @@ class ProgressView:
         """Committed rounds with devices that were shown."""
         self._printed: dict[str, float] = {}
         """When a progress line was last printed, by name; "" for that of waiting."""
+        self._waiting = ""
+        """The line of waiting that was printed last, unless a round was planned after it."""
         self._shown_steps: dict[str, int] = {}
         """The last step of each datacenter whose figures were printed, by name."""
         self._told: set[str] = set()
@@ -122,6 +124,7 @@ class ProgressView:
                     f"{_safe(event.reason)}[/dim]"
                 )
             case RoundPlanned():
+                self._waiting = ""
                 attempt = f", try {event.attempt}" if event.attempt > 1 else ""
                 self._set_status(
                     f"round {event.round}{attempt}: {event.regime} with {event.invited} "
@@ -236,8 +239,10 @@ class ProgressView:
         """Show what the run waits for; without a terminal only once it has waited for a while."""
         self._set_status(line)
         now = time.monotonic()
-        if self._live is None and now - self._printed.get("", self._since) >= _LINE_SECONDS:
+        is_due = now - self._printed.get("", self._since) >= _LINE_SECONDS
+        if self._live is None and is_due and line != self._waiting:
             self._printed[""] = now
+            self._waiting = line
             self._print(f"[dim]{_safe(line)}[/dim]")
 
     def _print(self, text: str) -> None:

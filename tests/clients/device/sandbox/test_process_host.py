@@ -444,6 +444,21 @@ def test_a_task_is_refused_where_a_required_restriction_is_missing(tmp_path, mon
 
 
 @pytest.mark.usefixtures("forked_tasks")
+def test_that_a_run_was_opened_is_logged_once(tmp_path, caplog):
+    """Its process notes in the same log what it does."""
+    caplog.set_level("INFO")
+    device = Device(tmp_path)
+    try:
+        device.host.open(opening())
+        train(device.host)
+    finally:
+        device.close()
+    said = [line for line in caplog.messages if "opened run with" in line]
+    assert said == ["opened run with 20 examples"], caplog.messages
+
+
+@pytest.mark.usefixtures("forked_tasks")
+@pytest.mark.usefixtures("forked_tasks")
 def test_the_own_figures_of_an_evaluation_come_from_the_task_s_process(tmp_path, write_task):
     methods = """
     def validation_data(self, participant):

@@ -50,7 +50,8 @@ def test_the_report_and_both_pages_say_the_same(make_job, tmp_path, served_by, n
 
 def test_both_say_what_the_job_needs_of_owners(make_job, tmp_path):
     needs = 'weights = "exact"'
-    job = make_job("federated.secure_aggregation=true", 'federated.weights="exact"')
+    secure = ("federated.secure_aggregation=true", "federated.cohort=15")
+    job = make_job(*secure, 'federated.weights="exact"')
     store = Store.create(tmp_path / "run", job, tmp_path)
     assert list(read_report(store).owners_need) == [needs]
     store.close()

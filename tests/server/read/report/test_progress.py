@@ -89,6 +89,15 @@ def test_progress_is_printed_at_intervals_for_each_datacenter(shown):
     ]
 
 
+def test_a_wait_is_printed_again_only_when_it_changes(shown):
+    """It is published again every few seconds, for those that have come to watch meanwhile."""
+    for ready in (1, 1, 2, 2):
+        type(shown).now += 60.0
+        shown.view(WaitingForParticipants(clients=3, datacenters=0, ready=ready))
+    lines = [f"waiting for 3 devices; ready: {ready} of 3 devices" for ready in (1, 2)]
+    assert shown() == lines
+
+
 def test_figures_of_steps_are_printed_once(shown):
     """Reports repeat the last ones, and the round has all of them."""
     figures = {"loss": 0.5, "gradient_norm": 2.0, "learning_rate": 0.001, "units_per_second": 9e3}

@@ -131,6 +131,36 @@ async def test_a_device_that_has_joined(fleet, tmp_path):  # noqa: F811
     assert "holds no membership" in found["membership"]["found"]
 
 
+async def test_the_server_s_clock_decides_whether_a_certificate_has_ended(
+    fleet,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    await fleet.listen()
+    member = await joining.join(fleet.url, fleet.token("phone"), tmp_path / "phone", "client")
+    real = time.time
+    fleet.link.enrolments.now = real
+    monkeypatch.setattr(checks.time, "time", lambda: real() + 10 * 86400)
+    code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
+    assert (code, found["certificate"]["level"]) == (0, "OK")
+    assert found["clock"]["found"] == "it is 10 days ahead of the server's"
+    fleet.link.enrolments.now = lambda: real() + 10 * 86400
+    code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
+    assert code == 1
+    assert "by the server's clock, which is at " in found["certificate"]["found"]
+    assert found["certificate"]["remedy"] == "join again with a new token"
+    await fleet.close()
+    code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
+    assert "by this machine's clock, which is at " in found["certificate"]["found"]
+    sentence = "if that clock is right, join again with a new token"
+    assert found["certificate"]["remedy"] == sentence
+    monkeypatch.undo()
+    end = member.certificate.not_valid_after_utc.timestamp()
+    monkeypatch.setattr(checks.time, "time", lambda: end - 3600)
+    code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
+    assert found["certificate"]["remedy"] == "have `isthmus client start` run, which renews it"
+
+
 async def test_a_device_in_the_default_directory(fleet, tmp_path, monkeypatch):  # noqa: F811
     """The directory is that of `isthmus client join` and `start` without `--state`."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
@@ -164,6 +194,23 @@ async def test_other_addresses_of_a_device_are_tried_in_place_of_its_own(fleet, 
     result = CliRunner().invoke(doctor, ["device", str(tmp_path / "phone"), "--server", "nowhere"])
     assert result.exit_code == 1
     assert "FAIL road: " in result.output
+    await fleet.close()
+
+
+async def test_the_road_is_told_before_a_device_has_joined(fleet, tmp_path):  # noqa: F811
+    await fleet.listen()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
+        words = ["device", str(tmp_path), "--json"]
+        for address in (fleet.url, fleet.address, nowhere):
+            words += ["--server", address]
+        result = await asyncio.to_thread(CliRunner().invoke, doctor, words)
+    found = json.loads(result.output)
+    assert [each["level"] for each in found if each["what"] == "server"] == ["OK", "OK", "FAIL"]
+    assert f"{nowhere} cannot be reached: Connection refused" in str(found)
+    said = [each["found"] for each in found if each["level"] == "FAIL"]
+    assert len(said) == len(set(said)) == 2  # that it has no membership, once
     await fleet.close()
 
 
