@@ -38,7 +38,7 @@ _NOT_FINITE = (math.nan,)
 """Factors of other examples' values, for what is done with a batch in which a number is missing."""
 
 _SECRET_BYTES = 32
-"""Of what the numbers of a step follow from, so that nobody can try all possible ones."""
+"""Bytes that the numbers of a step follow from, so that nobody can try all possible ones."""
 _TWISTER_WORDS = 624
 """Words of 32 bits that are the state of a Mersenne Twister."""
 _TWISTER_OFFSET = 24

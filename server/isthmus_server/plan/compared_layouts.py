@@ -37,12 +37,12 @@ class LayoutRow:
     """Layouts of which all figures are the same."""
 
     text: str
-    """Their keys in words."""
+    """Keys of these layouts, in words."""
     layout: PlannedLayout
     """The first of them."""
     fits: bool | None
     seconds: float | None
-    """Of a step; None if they are not known."""
+    """Time of a step; None if it is not known."""
 
     @property
     def step(self) -> str:

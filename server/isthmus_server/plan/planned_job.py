@@ -234,7 +234,7 @@ class PlannedJob:
 
     @property
     def which_ranks(self) -> str:
-        """That the run does not say what its ranks were, a sentence; empty if it is no matter."""
+        """A sentence that the run does not say what its ranks were; empty if it is no matter."""
         is_asked = self.options.device is None and self.options.gpu is None
         ranks = self.sides.datacenter
         if self.calibration is None or ranks is None or not ranks.on_gpus or not is_asked:
