@@ -62,6 +62,7 @@ def test_check_summarises_a_job(isthmus, job_file):
         '"distributed")\n'
         "        on a server; of `isthmus run` and `isthmus simulate` nothing is claimed, as "
         "their devices are processes of your own user\n"
+        "owners  need in policy.toml: clients_min = 5\n"
     )
 
 
