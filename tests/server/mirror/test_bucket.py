@@ -1,7 +1,6 @@
 """A mirror in a store that speaks the protocol of S3."""
 
 import pytest
-from tests.s3_server import s3_server
 from tests.server.mirror.test_mirrored_blobs import Offered, asked
 from tests.server.scripted_participant import payload_of
 
@@ -17,15 +16,6 @@ pytest.importorskip("moto", reason="moto is not installed; pip install 'moto[s3,
 pytest.importorskip("boto3", reason="boto3 is not installed; pip install boto3")
 LARGE = 9 << 20
 """More than is sent in one part."""
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    """A client of an S3-compatible server over HTTPS, with an empty bucket."""
-    with s3_server(tmp_path / "s3-keys") as served:
-        for name, value in served.environment.items():
-            monkeypatch.setenv(name, value)
-        yield served.client
 
 
 def names(store):

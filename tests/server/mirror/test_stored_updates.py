@@ -5,7 +5,6 @@ import sys
 
 import pytest
 from tests.server.mirror.stores import FolderStore
-from tests.server.mirror.test_bucket import store  # noqa: F401 - a fixture
 from tests.server.scripted_participant import payload_of
 from tests.server.waiting import wait_until
 
@@ -171,7 +170,7 @@ def test_a_missing_library_is_named(monkeypatch):
         store_named("s3:bucket")
 
 
-async def test_a_device_puts_an_update_at_a_signed_address(store, tmp_path, payload):  # noqa: F811
+async def test_a_device_puts_an_update_at_a_signed_address(store, tmp_path, payload):
     updates = StoredUpdates(store_named("s3:models/updates"))
     allowed = UploadAddresses(["https://127.0.0.1:*/models/updates/*"], "x")
     async with updates.running("me"):
@@ -192,11 +191,11 @@ async def test_a_device_puts_an_update_at_a_signed_address(store, tmp_path, payl
             assert await updates.get(expected) is None  # nothing was put there
 
 
-def keys(store):  # noqa: F811
+def keys(store):
     return [item["Key"] for item in store.list_objects_v2(Bucket="models").get("Contents", ())]
 
 
-async def test_a_place_for_updates_is_one_servers_and_no_mirror(store):  # noqa: F811
+async def test_a_place_for_updates_is_one_servers_and_no_mirror(store):
     store_named("s3:models/a").claim("me")
     store_named("s3:models/a").claim("me")
     with pytest.raises(UserError, match="is for the updates of another server; name another"):
@@ -210,7 +209,7 @@ async def test_a_place_for_updates_is_one_servers_and_no_mirror(store):  # noqa:
         assert "c/" + "0f" * 32 not in keys(store)
 
 
-async def test_a_store_without_tls_is_refused(store, monkeypatch):  # noqa: F811
+async def test_a_store_without_tls_is_refused(store, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
     with pytest.raises(UserError, match=r"devices send nothing to http://127\.0\.0\.1:9000"):
         store_named("s3:models")
