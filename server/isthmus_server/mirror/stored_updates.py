@@ -165,7 +165,8 @@ class StoredUpdates:
 
     async def _address_of(self, expected: ExpectedUpdate) -> str:
         """Where a device puts an update; empty if the store signs nothing now."""
-        name, size = expected.name, expected.blob.size
+        name = expected.name
+        size = expected.blob.size
         async with self._room:
             if self._rests(expected.participant):  # since others have waited here
                 return ""

@@ -457,7 +457,9 @@ class BufferAttempt:
         check_update(trained, layout.nbytes)
         check_weight(trained.examples, training.examples)
         scale = settings.buffer.discount(staleness)
-        link, name, blob = self._context.link, training.name, trained.result
+        link = self._context.link
+        name = training.name
+        blob = trained.result
         async with link.stored(name, blob, self._context.spool) as stored:
             with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
                 update = StreamingUpdate(spool, self.total, layout, trained.examples, scale)
