@@ -265,7 +265,6 @@ def measure_isthmus(
         "federated.quorum": clients,
     }
     command = [ISTHMUS, "run", str(HARNESS / "null_job.toml"), "--run-dir", str(directory)]
-    command += ["--address", "127.0.0.1:0"]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     port = 0
     if how:
