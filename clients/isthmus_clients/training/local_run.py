@@ -165,6 +165,7 @@ class DeviceRun:
         self.dataset = self.data.dataset
         self.examples = self.data.examples
         self._says_lone_row = True
+        """Whether the log does not have yet that a row is left out, see `_settle_lone_row`."""
         self._private: PrivateSteps | None = None
         """In place of the data's batches and their gradients, with `[federated.privacy]`."""
         self._unfit: JobError | None = None
@@ -428,21 +429,11 @@ class DeviceRun:
         self.data.order.leave_out_last(False)
         if not self.data.has_lone_row(settings):
             return
-        problem = None
         try:
-            self.model.train()
-            with torch.random.fork_rng(devices=[]):
-                self._arithmetic.seed(number(self.seed_of(round_)))
-                loss = self._gradient.loss_of(self.model, self.data.single_row())
-            if not math.isfinite(loss):
-                problem = "its loss is not finite"
-        except TaskError as error:
-            if may_be_of_server(error):
-                raise
-            problem = str(error)
+            problem = self._problem_of_lone_row(round_)
         finally:
             self._load(start, personal)
-        if problem is None:
+        if not problem:
             return
         self.data.order.leave_out_last(True)
         if self._says_lone_row:
@@ -452,6 +443,23 @@ class DeviceRun:
                 "cannot be trained on one row: %s",
                 problem,
             )
+
+    def _problem_of_lone_row(self, round_: int) -> str:
+        """Why the loaded model cannot be trained on one row; empty if it can.
+
+        Raises:
+            TaskError: for a reason that a server may have brought about.
+        """
+        self.model.train()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                self._arithmetic.seed(number(self.seed_of(round_)))
+                loss = self._gradient.loss_of(self.model, self.data.single_row())
+        except TaskError as error:
+            if may_be_of_server(error):
+                raise
+            return str(error) or "it failed"
+        return "" if math.isfinite(loss) else "its loss is not finite"
 
     def _load(self, vector: torch.Tensor, personal: Buffer | None) -> None:
         """Load the exchange set (N) and a personal state, and the buffers as they were built."""
