@@ -532,6 +532,15 @@ def test_what_a_large_fleet_has_spent_is_not_added_up_anew_for_each_round():
     assert spent[0] < spent[1] < spent[2] == spent[-1]
 
 
+def test_a_charge_of_devices_names_some():
+    """One that is everybody's changes what each of a fleet has spent, in a few bytes."""
+    charge = {"event": {"kind": "gaussian", "noise_multiplier": 1.0}, "round": 1, "devices": []}
+    charge = {**OF_DEVICES, **charge, "what": "comparison"}
+    line = canonical({"charge": charge, "number": 1, "previous": "0" * 64}).decode()
+    with pytest.raises(Violation, match="is for devices, and names none"):
+        Charges("run").add(Fields({"line": line}, "an entry"))
+
+
 async def test_a_deep_job_is_compared_in_one_walk(recorded):
     entries = await recorded("secure")
     deep = [0] * 300_000
