@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import json
+import os
 import random
 import re
 import shlex
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from tests.server.read.transcript_mutations import unnoticed
 
-from isthmus.errors import DamagedError
+from isthmus.errors import DamagedError, UserError
 from isthmus_server.cli.prove import prove
 from isthmus_server.fleet.authority import CertificateAuthority, initialise
 from isthmus_server.read.export.model_card import model_card
@@ -373,6 +374,34 @@ async def test_the_commands_write_and_check_a_transcript(deployment, tmp_path, c
     assert "was cut short within entry" in capsys.readouterr().err
     assert command.main([str(tmp_path / "none")]) == 1
     assert "none: No such file or directory" in capsys.readouterr().err
+
+
+async def test_a_transcript_replaces_no_part_of_its_run_and_no_device(deployment, tmp_path):
+    await deployment.start()
+    store = deployment.create_run("run", "rounds=1")
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    log = store.directory / "run.sqlite"
+    before = log.read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(log)
+    refused = {
+        log: "is in the directory of the run, which is only read",
+        store.directory / "new.jsonl": "is in the directory of the run, which is only read",
+        tmp_path / "link": "is in the directory of the run, which is only read",
+        tmp_path / "pipe": "is not a file; a transcript replaces a file as a whole",
+        "": "is not a file; a transcript replaces a file as a whole",
+    }
+    for output, reason in refused.items():
+        result = CliRunner().invoke(prove, [str(store.directory), "--output", str(output)])
+        assert isinstance(result.exception, UserError), result.output
+        assert reason in str(result.exception)
+    assert log.read_bytes() == before
+    assert (tmp_path / "pipe").is_fifo()
+    other = tmp_path / "other.jsonl"
+    other.write_text("an older one")
+    result = CliRunner().invoke(prove, [str(store.directory), "--output", str(other)])
+    assert result.exit_code == 0, result.output
+    assert command.main([str(other)]) == 0
 
 
 async def test_the_printed_check_of_a_fleets_run_names_its_authority(deployment):
