@@ -221,9 +221,9 @@ class Charges:
         """
         changed = self._add_up(line, privacy)
         # What a device has spent only grows; most devices of a fleet are in few rounds.
-        spent = {name: self._spent[name] for name in {"", *changed} & self._spent.keys()}
+        spent = {name: self._spent[name] for name in changed}
         found = _epsilons(spent, privacy.number("delta"))
-        self._most = max(self._most, *found.values())
+        self._most = max(self._most, max(found.values(), default=0.0))
         return self._most
 
     def _add_up(self, line: int, privacy: Fields) -> set[str]:
@@ -233,9 +233,9 @@ class Charges:
             charge = self._charges.get(number)
             if charge is None or not self._counts(charge, privacy):
                 continue
-            for name in charge.devices or {""}:
+            for name in charge.devices:
                 self._spent.setdefault(name, _Spent()).add(charge.event)
-            changed |= charge.devices or self._spent.keys()
+            changed |= charge.devices
         self._added = max(line, self._added)
         return changed
 
@@ -265,7 +265,7 @@ class Charges:
         self._add_up(len(self._lines) - 1, privacy)
         # Others may have been asked for more by runs with a larger budget, of which a branch has
         # the charges.
-        own = {""}.union(
+        own = frozenset[str]().union(
             *(charge.devices for charge in self._charges.values() if charge.run == self.run_id)
         )
         asked = {name: each for name, each in self._spent.items() if name in own}
@@ -310,14 +310,8 @@ def _positive(event: Fields, key: str) -> float:
 
 
 def _epsilons(spent: Mapping[str, _Spent], delta: float) -> dict[str, float]:
-    """The least epsilon of one device of each sum of charges; the device "" is everybody."""
-    everybody = spent.get("", _Spent())
-    sums = {
-        (one.rho + everybody.rho, one.precision + everybody.precision): name
-        for name, one in spent.items()
-        if name
-    }
-    sums.setdefault((everybody.rho, everybody.precision), "")
+    """The least epsilon of one device of each sum of charges."""
+    sums = {(one.rho, one.precision): name for name, one in spent.items()}
     return {name: _epsilon(*each, delta) for each, name in sums.items()}
 
 
@@ -353,6 +347,10 @@ def _charge(number: int, table: Fields) -> Charge:
             f"is {shown(unit)}"
         )
     event.only(*keys)
+    devices = frozenset(table.texts("devices"))
+    # Of devices no charge is everybody's, which would change what all of them have spent.
+    if unit == DEVICE and not devices:
+        raise Violation(f"{table.where} is for devices, and names none")
     return Charge(
         number=number,
         run=table.text("run"),
@@ -362,7 +360,7 @@ def _charge(number: int, table: Fields) -> Charge:
         round=table.count("round"),
         attempt=table.count("attempt"),
         population=table.text("population"),
-        devices=frozenset(table.texts("devices")),
+        devices=devices,
         event=event,
     )
 

@@ -315,6 +315,11 @@ class _Pass:
                 f"Which devices were in {missing} secure rounds: there are no signed sums of them. "
                 "Simulated devices sign nothing, and of others what they signed was not kept."
             )
+        if rounds.unsigned_rounds:
+            yield (
+                f"Whether {rounds.unsigned_rounds} rounds of a datacenter alone were that: nobody "
+                "signs them, and one of devices can be shown as one of these without its sums."
+            )
         if rounds.unknown_starts:
             yield (
                 f"From which model the devices of {rounds.unknown_starts} rounds started: only a "

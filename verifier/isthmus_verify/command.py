@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -51,11 +52,26 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    print(f"head     {verdict.head}")
-    for sentence in verdict.holds:
-        print(f"holds    {sentence}")
-    for sentence in verdict.unknown:
-        print(f"unknown  {sentence}")
+    lines = [
+        f"head     {verdict.head}",
+        *(f"holds    {sentence}" for sentence in verdict.holds),
+        *(f"unknown  {sentence}" for sentence in verdict.unknown),
+    ]
+    return _shown(lines)
+
+
+def _shown(lines: list[str]) -> int:
+    """Print the outcome; returns the exit code, 1 if not all of it could be written."""
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError as error:
+        # What is left in the buffer would be tried again when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):  # else the reader has closed it on purpose
+            print(
+                f"isthmus-verify: the outcome cannot be written: {error.strerror}", file=sys.stderr
+            )
+        return 1
     return 0
 
 
@@ -74,7 +90,13 @@ def authority_key(path: Path) -> bytes:
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         (stated,) = [uri for uri in uris if uri.startswith(_ENROLLER)]
         key = bytes.fromhex(stated.removeprefix(_ENROLLER))
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension):
+    except (
+        ValueError,
+        x509.DuplicateExtension,
+        x509.ExtensionNotFound,
+        x509.InvalidVersion,
+        x509.UnsupportedGeneralNameType,
+    ):
         key = b""
     if len(key) != 32:
         raise Violation(f"{path} is no certificate of an authority of Isthmus")

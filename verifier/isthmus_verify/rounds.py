@@ -194,6 +194,8 @@ class Rounds:
         self.receipts = 0
         self.secure_rounds = 0
         self.signed_rounds = 0
+        self.unsigned_rounds = 0
+        """Rounds of a datacenter alone, of a policy that has rounds of devices, who sign them."""
         self.signed_starts = 0
         self.first_starts = 0
         """Rounds with signed sums whose devices start from the model that no commit is before."""
@@ -313,6 +315,8 @@ class Rounds:
         self._check_ledger(plan, record, content.text("ledger_head"), f"round {plan.round}")
         self.models.commit(content, plan.keep, may_stay=plan.may_stay)
         self.committed = plan.round
+        could_be_signed = self._job.secure and self._job.policy != "datacenter"
+        self.unsigned_rounds += could_be_signed and plan.regime == "datacenter"
         self._attempt = 0
         self._plan = None
         self.counts["round"] += 1

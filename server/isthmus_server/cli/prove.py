@@ -58,7 +58,10 @@ def _write(run_dir: Path, output: Path | None) -> None:
     with contextlib.closing(Store.open(run_dir, check=True)) as store:
         if (store.directory / signed_sums.FILE).exists():
             _check_signatures(store)
-        path = output or _next_to(store.directory)
+        path = _next_to(store.directory)
+        if output is not None:
+            _check_output(output, store.directory)
+            path = output
         transcript = Transcript(store)
         try:
             # As a whole or not at all: half of one would look like a run that was cut short.
@@ -133,6 +136,25 @@ def _replay(run_dir: Path, fork_server: ParticipantForkServer) -> None:
         f"replay      {len(replay.recording.rounds)} rounds, trained again, gave the same models; "
         f"the last is {final.model_sha256}"
     )
+
+
+def _check_output(output: Path, run_dir: Path) -> None:
+    """Refuse a place at which the transcript would take that of something else.
+
+    A file that is there is replaced as a whole, and so a device such as /dev/stdout would be.
+
+    Raises:
+        UserError: it is no file, or within the run, which is only read.
+    """
+    if not output.name or (output.exists() and not output.is_file()):
+        raise UserError(
+            f"--output {str(output)!r} is not a file; a transcript replaces a file as a whole, so "
+            "name a file or a new one"
+        )
+    if output.resolve().is_relative_to(run_dir.resolve()):
+        raise UserError(
+            f"{output} is in the directory of the run, which is only read; choose another --output"
+        )
 
 
 def _next_to(run_dir: Path) -> Path:

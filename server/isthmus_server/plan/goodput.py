@@ -61,10 +61,11 @@ class Failures:
         mean = self.mtbf_seconds
         low = 0.0
         high = mean
-        # The difference of both sides falls from 1 - exp(-C / M) to below 0.
+        # The difference of both sides falls from 1 - exp(-C / M) to below 0. Both without their 1,
+        # next to which nothing would be left of them where ranks hardly ever fail.
         for _ in range(200):
             middle = (low + high) / 2
-            if 1 - middle / mean > math.exp(-(middle + self.checkpoint_seconds) / mean):
+            if -middle / mean > math.expm1(-(middle + self.checkpoint_seconds) / mean):
                 low = middle
             else:
                 high = middle

@@ -41,6 +41,9 @@ def _option(text: str, **declared: Any) -> Mapping[str, Any]:
 
 
 _POSITIVE = click.FloatRange(0, min_open=True)
+_RANGE = (1e-12, 1e12)
+"""Numbers that are planned with, and 0 where an option allows it: what follows from others may be
+none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,8 +219,19 @@ class PlanOptions:
             )
         self._check_gpu()
         self._check_failures()
+        self._check_numbers()
         if self.policies and self.trial is None:
             raise UserError("--policies names the policies of a trial; give its rounds by --trial")
+
+    def _check_numbers(self) -> None:
+        least, most = _RANGE
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, float) and value and not least <= value <= most:
+                raise UserError(
+                    f"--{each.name.replace('_', '-')} {value:g} is nothing to plan with; give a "
+                    f"number from {least:g} to {most:g}"
+                )
 
     def _check_gpu(self) -> None:
         if self.gpu is None:

@@ -61,6 +61,13 @@ def test_no_interval_is_better_than_the_best(checkpoint):
         assert best == pytest.approx(young, rel=0.01)
 
 
+def test_ranks_that_hardly_ever_fail_train_nearly_all_the_time():
+    given = failures(rank_mtbf_seconds=1e18, checkpoint_seconds=1.0)
+    young = (2 * given.mtbf_seconds) ** 0.5
+    assert given.best_interval() == pytest.approx(young, rel=1e-3)
+    assert given.goodput(given.best_interval()) == pytest.approx(1.0)
+
+
 def test_a_run_that_never_finishes_a_part_has_none():
     assert failures(rank_mtbf_seconds=64.0).goodput(3600.0) == 0.0
 

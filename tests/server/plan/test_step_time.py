@@ -281,6 +281,14 @@ REFUSED = {
     "--checkpoint-seconds 3": "give their rate by --mtbf-hours",
     "--mtbf-hours inf --checkpoint-seconds 3": "--mtbf-hours has to be a number of hours",
     "--mtbf-hours nan --checkpoint-seconds 3": "--mtbf-hours has to be a number of hours",
+    "--mtbf-hours 1e308 --checkpoint-seconds 3": "--mtbf-hours 1e+308 is nothing to plan with",
+    "--mtbf-hours 9 --checkpoint-seconds nan": "--checkpoint-seconds nan is nothing to plan with",
+    "--mtbf-hours 9 --checkpoint-seconds 3 --restart-seconds inf": "--restart-seconds inf is",
+    "--tflops nan": "--tflops nan is nothing to plan with; give a number from 1e-12 to 1e+12",
+    "--tflops 1e-320": "--tflops 9.99989e-321 is nothing to plan with",
+    "--memory-gib inf": "--memory-gib inf is nothing to plan with",
+    "--mbit nan": "--mbit nan is nothing to plan with",
+    "--gpu h100 --peak-share nan": "--peak-share nan is nothing to plan with",
 }
 
 

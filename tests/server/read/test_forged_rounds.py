@@ -462,6 +462,26 @@ async def test_figures_of_a_plain_round_have_any_names(recorded):
     check(io.BytesIO(closed(entries)))
 
 
+async def test_a_round_of_devices_that_is_shown_as_a_datacenters_is_said_to_be_unsigned(
+    run_with_datacenter,
+):
+    store, coordinator, _ = await run_with_datacenter("rounds=4", "strategy.policy=alternate")
+    await coordinator.run()
+    entries = opened(b"".join(Transcript(store).lines()))
+    assert "Whether 2 rounds of a datacenter alone were that" in _unknown(entries)
+    _without_sum(entries, 1)
+    first, second, *_ = _all(entries, "plan")
+    second.update(decision=first["decision"], datacenters=first["datacenters"], invited=[], draw=0)
+    of_datacenter = ("regime", "reason", "receipts", "participants", "cost", "training", "norms")
+    _record(entries, 2).update({key: _record(entries, 1)[key] for key in of_datacenter})
+    entries[-1][1]["entries"] -= 1
+    assert "Whether 3 rounds of a datacenter alone were that" in _unknown(entries)
+
+
+def _unknown(entries):
+    return " ".join(check(io.BytesIO(closed(entries))).unknown)
+
+
 async def test_a_served_average_is_the_servers_word(recorded):
     """Nothing tells the digest of an average, of which this is the only case."""
     entries = await recorded("average")
@@ -530,6 +550,15 @@ def test_what_a_large_fleet_has_spent_is_not_added_up_anew_for_each_round():
     assert time.process_time() - began < 10
     assert spent == sorted(spent)
     assert spent[0] < spent[1] < spent[2] == spent[-1]
+
+
+def test_a_charge_of_devices_names_some():
+    """One that is everybody's changes what each of a fleet has spent, in a few bytes."""
+    charge = {"event": {"kind": "gaussian", "noise_multiplier": 1.0}, "round": 1, "devices": []}
+    charge = {**OF_DEVICES, **charge, "what": "comparison"}
+    line = canonical({"charge": charge, "number": 1, "previous": "0" * 64}).decode()
+    with pytest.raises(Violation, match="is for devices, and names none"):
+        Charges("run").add(Fields({"line": line}, "an entry"))
 
 
 async def test_a_deep_job_is_compared_in_one_walk(recorded):

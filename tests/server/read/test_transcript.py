@@ -4,15 +4,22 @@ import base64
 import hashlib
 import io
 import json
+import os
 import random
 import re
 import shlex
+import ssl
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from tests.server.read.transcript_mutations import unnoticed
 
-from isthmus.errors import DamagedError
+from isthmus.errors import DamagedError, UserError
 from isthmus_server.cli.prove import prove
 from isthmus_server.fleet.authority import CertificateAuthority, initialise
 from isthmus_server.read.export.model_card import model_card
@@ -375,6 +382,34 @@ async def test_the_commands_write_and_check_a_transcript(deployment, tmp_path, c
     assert "none: No such file or directory" in capsys.readouterr().err
 
 
+async def test_a_transcript_replaces_no_part_of_its_run_and_no_device(deployment, tmp_path):
+    await deployment.start()
+    store = deployment.create_run("run", "rounds=1")
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    log = store.directory / "run.sqlite"
+    before = log.read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(log)
+    refused = {
+        log: "is in the directory of the run, which is only read",
+        store.directory / "new.jsonl": "is in the directory of the run, which is only read",
+        tmp_path / "link": "is in the directory of the run, which is only read",
+        tmp_path / "pipe": "is not a file; a transcript replaces a file as a whole",
+        "": "is not a file; a transcript replaces a file as a whole",
+    }
+    for output, reason in refused.items():
+        result = CliRunner().invoke(prove, [str(store.directory), "--output", str(output)])
+        assert isinstance(result.exception, UserError), result.output
+        assert reason in str(result.exception)
+    assert log.read_bytes() == before
+    assert (tmp_path / "pipe").is_fifo()
+    other = tmp_path / "other.jsonl"
+    other.write_text("an older one")
+    result = CliRunner().invoke(prove, [str(store.directory), "--output", str(other)])
+    assert result.exit_code == 0, result.output
+    assert command.main([str(other)]) == 0
+
+
 async def test_the_printed_check_of_a_fleets_run_names_its_authority(deployment):
     await deployment.start()
     deployment.link.enrolments.deployment = "separate"
@@ -432,8 +467,51 @@ def test_an_authority_is_read_from_its_certificate(tmp_path):
     key = CertificateAuthority(tmp_path / "state").enroller.public
     assert command.authority_key(certificate) == key
     (tmp_path / "other.pem").write_text("x")
-    with pytest.raises(Violation, match=r"other.pem is no certificate of an authority of Isthmus"):
-        command.authority_key(tmp_path / "other.pem")
+    loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
+    der = loaded.public_bytes(serialization.Encoding.DER)
+    version = b"\xa0\x03\x02\x01"  # 2, which is the third, comes after it
+    name = bytes([0x86, len(b"isthmus-enroller:") + 64])  # of an address; 0xa3 is none
+    assert version in der
+    assert name in der
+    for other in (
+        b"x",
+        der.replace(version + b"\x02", version + b"\x05", 1),
+        der.replace(name, bytes([0xA3]) + name[1:], 1),
+    ):
+        (tmp_path / "other.pem").write_text(ssl.DER_cert_to_PEM_cert(other))
+        with pytest.raises(Violation, match=r"other.pem is no certificate of an authority"):
+            command.authority_key(tmp_path / "other.pem")
+
+
+async def test_an_outcome_that_cannot_be_printed_is_none(deployment, tmp_path):
+    await deployment.start()
+    store = deployment.create_run("run", "rounds=1")
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"".join(Transcript(store).lines()))
+    call = "import sys; from isthmus_verify.command import main; sys.exit(main())"
+    environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[1])}
+
+    def called(output):
+        return subprocess.run(
+            [sys.executable, "-c", call, str(path)],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    full = os.open("/dev/full", os.O_WRONLY)
+    found = called(full)
+    os.close(full)
+    reason = "isthmus-verify: the outcome cannot be written: No space left on device\n"
+    assert (found.returncode, found.stderr) == (1, reason)
+    reader, writer = os.pipe()
+    os.close(reader)
+    found = called(writer)
+    os.close(writer)
+    assert (found.returncode, found.stderr) == (1, "")
 
 
 def test_a_line_that_a_crash_cut_short_is_left_out_and_replaced(tmp_path):
