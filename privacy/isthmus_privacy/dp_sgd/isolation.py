@@ -174,8 +174,9 @@ def check_repeats(expected: Observed, found: Observed, repeated: Observed | None
     if what is not None:
         raise TaskError(
             f"{what} of an example changes when it is computed again after others: forward() or "
-            "loss() keeps something, perhaps in a library or a file, which differential privacy of "
-            "examples does not bound; keep nothing between calls"
+            "loss() keeps something, perhaps in a library or a file, or uses what collate() or the "
+            "dataset keeps, which differential privacy of examples does not bound; keep nothing "
+            "between calls"
         )
 
 

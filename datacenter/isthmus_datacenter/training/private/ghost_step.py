@@ -95,7 +95,7 @@ class GhostForwardBackward(PrivateForwardBackward):
         # for a few of them would take nearly as long as the first.
         self._at_once = math.ceil(section.batch_size + 2 * math.sqrt(section.batch_size))
         self._steps = 0
-        self._reference = Reference(task, self.model)
+        self._reference = Reference(self.model)
         self._spare: ExampleGroup | None = None
         """The first example, which `Reference` has, and which a rank without examples passes
         through the model, with nothing of it in the sum."""

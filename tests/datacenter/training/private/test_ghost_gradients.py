@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.datacenter.task_models import Decoder
 from tests.datacenter.tasks import Gpt, Masked, Pictures, Table, cross_entropy
+from tests.privacy.dp_sgd.test_kept_state import Levelled
 from tests.privacy.dp_sgd.test_private_gradients import Tied, one_by_one
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -487,6 +488,16 @@ def test_norms_that_are_wrong_for_few_examples_only_are_refused(name):
     inputs[8] = 50.0
     with pytest.raises(TaskError, match=r"clipping = 'per_example'"):
         sums_of_some(SELDOM[name], TensorDataset(inputs, target), 20)
+
+
+def test_what_collate_keeps_and_forward_uses_is_refused():
+    """Nothing of it changes within a step: the examples have been read before."""
+    task = Levelled({"mean": torch.zeros(6)}, uses=True)
+    source = SampledExamples(task, task.rows(40, seed=3), range(40), 0.2, CPU)
+    steps = forward_backward(task, task.model())
+    steps.check(source.check(range(4))[0])
+    with pytest.raises(TaskError, match=r"what collate\(\) or the dataset keeps"):
+        steps.run(next(source.batches(0, 1)), 1.0, lambda: ControlSignal.CONTINUE)
 
 
 def dropping(task):
