@@ -195,8 +195,10 @@ class GhostForwardBackward(PrivateForwardBackward):
         expected = self._scaled_squares(one, two, 1.0)
         total = sum(expected.values())
         for factor in _SCALES:
-            for name, found in self._scaled_squares(one, two, factor).items():
-                square = expected[name]
+            scaled = self._scaled_squares(one, two, factor)
+            for name in {**expected, **scaled}:
+                square = expected.get(name, 0.0)
+                found = scaled.get(name, 0.0)
                 # Also what is not finite any more is not in proportion.
                 if not abs(found / factor**2 - square) <= _TOLERANCE * square + _NEGLIGIBLE * total:
                     raise TaskError(

@@ -411,6 +411,8 @@ class Mode(nn.Module):
 
 
 class SeldomInMode(nn.Module):
+    """A large value sets the mode of a layer for a call."""
+
     def __init__(self):
         super().__init__()
         self.mode, self.head = Mode(), nn.Linear(6, 3)
@@ -422,16 +424,36 @@ class SeldomInMode(nn.Module):
         return self.head(hidden)
 
 
+class SmallMode(nn.Module):
+    """Adds little to its input, with a factor that is set for the time of a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((6,), 1e-7))
+        self.more = 1.0
+
+    def forward(self, values):
+        return values + values * self.factor * self.more
+
+
+class SeldomInSmallMode(SeldomInMode):
+    def __init__(self):
+        super().__init__()
+        self.mode = SmallMode()
+
+
 class Depth(nn.Module):
     """Leaves its factor out at times, by random numbers of Python or NumPy."""
 
-    def __init__(self, draw):
+    def __init__(self, draw, factor=1.0, scale=1.0):
         super().__init__()
         self.draw = draw
-        self.factor = nn.Parameter(torch.ones(6))
+        self.factor = nn.Parameter(torch.full((6,), factor))
+        self.scale = scale
 
     def forward(self, values):
-        return values if self.training and self.draw() else values + self.factor * values
+        left_out = self.training and self.draw()
+        return values if left_out else values + self.factor * (self.scale * values)
 
 
 def seldom_hooked():
@@ -463,10 +485,14 @@ SELDOM = {
         lambda values, weight: torch.func.vmap(lambda row: weight @ row)(values)
     ),
     "attribute": SeldomInMode,
+    "attribute of a small factor": SeldomInSmallMode,
     "hook": seldom_hooked,
     "forward of the object": seldom_replaced,
     "random numbers of Python": lambda: nn.Sequential(
         Depth(lambda: random.random() < 0.5), nn.Linear(6, 3)
+    ),
+    "random numbers for a small factor": lambda: nn.Sequential(
+        Depth(lambda: random.random() < 0, 1e-6, 1000.0), nn.Linear(6, 3)
     ),
     "random numbers of NumPy": lambda: nn.Sequential(
         Depth(lambda: np.random.rand() < 0.5), nn.Linear(6, 3)
