@@ -516,6 +516,56 @@ def test_norms_that_are_wrong_for_few_examples_only_are_refused(name):
         sums_of_some(SELDOM[name], TensorDataset(inputs, target), 20)
 
 
+def spared(register):
+    """A model whose gradients are zeros if they are long; those of single examples are not."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    for each in model.parameters():
+        register(each)
+    return model
+
+
+def before_accumulation(parameter):
+    parameter.register_hook(lambda each: torch.where(each.norm() > 3, 0, each))
+
+
+def after_accumulation(parameter):
+    def spare(parameter):
+        if parameter.grad.norm() > 3:
+            parameter.grad.zero_()
+
+    parameter.register_post_accumulate_grad_hook(spare)
+
+
+@pytest.mark.parametrize("register", [before_accumulation, after_accumulation])
+def test_hooks_of_parameters_that_no_single_example_meets_are_refused(register):
+    """They get the sum of a step: one more example would change it by 10 bounds."""
+    data = TensorDataset(torch.rand(40, 6) * 0.1 + 0.5, torch.zeros(40).long())
+    with pytest.raises(TaskError, match=r"parameter '0.weight' has a hook on its gradient"):
+        ghost_sum(Table({}), spared(register), data, 0.3)
+
+
+class Gated(nn.Module):
+    """Multiplies by its input, and limits the gradient before that to what is usual."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.limit = limit
+
+    def forward(self, values):
+        hidden = self.inner(values.clamp(-1, 1)).tanh()
+        hidden = limited(hidden, lambda each: each.clamp(-self.limit, self.limit))
+        return hidden[:, :3] * values[:, :3]
+
+
+@pytest.mark.parametrize("limit", [1e3, 1e7, 1e12])
+def test_limits_of_gradients_that_only_an_outlier_meets_are_refused(limit):
+    """Its scaled gradient is not limited: with 1e12 as a value it added 100,000 bounds."""
+    data = TensorDataset(torch.rand(4, 6), torch.arange(4) % 3)
+    with pytest.raises(TaskError, match="is not in proportion to the loss"):
+        ghost_sum(Table({}), Gated(limit), data, 0.3)
+
+
 def test_what_collate_keeps_and_forward_uses_is_refused():
     """Nothing of it changes within a step: the examples have been read before."""
     task = Levelled({"mean": torch.zeros(6)}, uses=True)
