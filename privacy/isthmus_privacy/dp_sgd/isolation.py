@@ -121,6 +121,11 @@ def replaced(
                         # One at a time: with the wrong class of an example its value is not tried.
                         values[index].fill_(min(max(outlier, limits.min), limits.max))
                         yield with_others(values)
+                elif each.dtype == torch.bool:  # such as a mask that no compared example has
+                    for truth in (True, False):
+                        values = [row[others] for row in rows]
+                        values[index].fill_(truth)
+                        yield with_others(values)
 
 
 def _is_whole(values: torch.Tensor) -> bool:

@@ -566,6 +566,27 @@ def test_limits_of_gradients_that_only_an_outlier_meets_are_refused(limit):
         ghost_sum(Table({}), Gated(limit), data, 0.3)
 
 
+class MaskGuard(nn.Module):
+    """Subtracts the mean of a batch if a mask is true anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        values, mask = inputs
+        return self.head(values - values.mean(0) if mask.any() else values)
+
+
+def test_a_guard_that_looks_at_a_mask_of_the_batch_is_refused():
+    """No example that is compared has one."""
+    task = Table({})
+    task.inputs_and_target = lambda batch: (batch[:2], batch[2])
+    data = TensorDataset(torch.rand(4, 6), torch.zeros(4, 6).bool(), torch.arange(4) % 3)
+    with pytest.raises(TaskError, match="changes with the other examples of its batch"):
+        ghost_sum(task, MaskGuard(), data, 0.3)
+
+
 def test_what_collate_keeps_and_forward_uses_is_refused():
     """Nothing of it changes within a step: the examples have been read before."""
     task = Levelled({"mean": torch.zeros(6)}, uses=True)
