@@ -47,10 +47,15 @@ _SAID_OF_LACK = (
     "not enough memory",
     "_ALLOC_FAILED",
     "std::bad_alloc",
+    "MemoryError",
+    "killed by signal",
+    "terminated abruptly",
     "can't start new thread",
     *sorted(map(os.strerror, _LACKING)),
 )
-"""What PyTorch and Python say then, in a `RuntimeError` or an error without a number."""
+"""What PyTorch and Python say then, in a `RuntimeError` or an error without a number.
+
+Also what they say of other processes of a task, whose errors come as text."""
 _BROKEN = ("CUDA error:", "HIP error:")
 """How errors of an accelerator begin after which everything else on it fails in this process."""
 
@@ -114,8 +119,8 @@ def has_broken_accelerator(error: BaseException) -> bool:
 def _behind(error: BaseException) -> Iterator[BaseException]:
     """An error, and those for which it was raised.
 
-    Also those that it hides (`from None`, or in the `except` of a task): they decide what has
-    failed, and not in which words somebody says so.
+    Also those that it hides (`from None`, or in the `except` of a task), and those of a group: they
+    decide what has failed, and not in which words somebody says so.
     """
     left = [error]
     seen: set[int] = set()
@@ -126,6 +131,8 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(each))
         yield each
         left += [other for other in (each.__cause__, each.__context__) if other is not None]
+        if isinstance(each, BaseExceptionGroup):  # of tasks that ran at the same time
+            left += each.exceptions
 
 
 def _is_of_lack(error: BaseException) -> bool:
