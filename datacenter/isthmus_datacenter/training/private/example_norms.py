@@ -274,18 +274,14 @@ class _Layer:
         if self._generators is not None and self._generators != HostGenerators.now():
             raise self._refused("draws random numbers of Python or NumPy")
 
-    def attributes(self) -> dict[str, tuple[object, object]]:
-        """What the layer has besides its parameters, each with its version if it is a tensor."""
+    def attributes(self) -> dict[str, tuple[object, ...]]:
+        """What the layer has besides its parameters, each with what tells that it has changed."""
         if self._is_known:
             return {}
         own = {**vars(self.module), **self.module._buffers}
-        return {
-            name: (each, each._version if isinstance(each, torch.Tensor) else None)
-            for name, each in own.items()
-            if name != "_parameters"
-        }
+        return {name: (each, *_inside(each)) for name, each in own.items() if name != "_parameters"}
 
-    def check_attributes(self, before: Mapping[str, tuple[object, object]]) -> None:
+    def check_attributes(self, before: Mapping[str, tuple[object, ...]]) -> None:
         """Refuse a layer that has other attributes than in its call when it is computed again.
 
         Raises:
@@ -619,12 +615,23 @@ def refused(name: str, module: nn.Module, why: str) -> TaskError:
     )
 
 
-def _is_unchanged(before: tuple[object, object], now: tuple[object, object]) -> bool:
-    """Whether an attribute is the same object of the same version, or an equal number or text."""
-    if before[0] is now[0]:
-        return before[1] == now[1]
-    is_plain = type(before[0]) is type(now[0]) and isinstance(now[0], int | float | str)
-    return is_plain and before[0] == now[0]
+def _inside(value: object) -> tuple[object, ...]:
+    """The version of a tensor, and the items of a list or a dictionary."""
+    if isinstance(value, torch.Tensor):
+        return (value._version,)
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    return tuple(value) if isinstance(value, list | tuple) else ()
+
+
+def _is_unchanged(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
+    """Whether an attribute and its items are the same objects, or equal numbers or text."""
+    return len(before) == len(now) and all(map(_is_same, before, now))
+
+
+def _is_same(one: object, other: object) -> bool:
+    is_plain = type(one) is type(other) and isinstance(one, int | float | str)
+    return one is other or (is_plain and one == other)
 
 
 def _norms_of_terms(rows: torch.Tensor) -> torch.Tensor:

@@ -442,6 +442,30 @@ class SeldomInSmallMode(SeldomInMode):
         self.mode = SmallMode()
 
 
+class SmallModes(SmallMode):
+    def __init__(self):
+        super().__init__()
+        self.modes = {"more": 1.0}
+
+    def forward(self, values):
+        return values + values * self.factor * self.modes["more"]
+
+
+class SeldomInSmallModes(nn.Module):
+    """A large value sets an item of an attribute of a layer for a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.mode, self.head = SmallModes(), nn.Linear(6, 3)
+
+    def forward(self, values):
+        large = values.abs().amax(1, keepdim=True) > 10
+        self.mode.modes["more"] = torch.where(large, 1000.0, 1.0)
+        hidden = self.mode(values)
+        self.mode.modes["more"] = 1.0
+        return self.head(hidden)
+
+
 class Depth(nn.Module):
     """Leaves its factor out at times, by random numbers of Python or NumPy."""
 
@@ -486,6 +510,7 @@ SELDOM = {
     ),
     "attribute": SeldomInMode,
     "attribute of a small factor": SeldomInSmallMode,
+    "item of an attribute": SeldomInSmallModes,
     "hook": seldom_hooked,
     "forward of the object": seldom_replaced,
     "random numbers of Python": lambda: nn.Sequential(
