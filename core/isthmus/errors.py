@@ -43,19 +43,31 @@ def cause_of(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException, *, hidden: bool = False) -> Iterator[BaseException]:
     """An error, what it was raised from, what that was raised from, and so on; each once.
+
+    Args:
+        error: the one to begin with.
+        hidden: also those that one hides (`from None`, or in an `except` that raises another), and
+            those of a group.
 
     >>> error = ValueError("raised from itself")
     >>> error.__cause__ = error
     >>> [str(each) for each in causes(error)]
     ['raised from itself']
     """
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__
+    left = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        behind = (each.__cause__, each.__context__ if hidden else None)
+        left += [other for other in behind if other is not None]
+        if hidden and isinstance(each, BaseExceptionGroup):  # of tasks that ran at the same time
+            left += each.exceptions
 
 
 class IsthmusError(Exception):

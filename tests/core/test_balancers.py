@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.identity.approach import approach_to
+from isthmus.identity.approach import Approach, _Passage, approach_to
 from isthmus.identity.balancers import Balancer, host_and_port, is_behind_balancer
 from isthmus.identity.membership import check_dialling
 from isthmus.identity.proxies import road_to
@@ -95,6 +95,31 @@ def no_further_files():
         for each in held:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class _Watched(socket.socket):
+    """A connection of gRPC, which notes what is known of the road when it is closed."""
+
+    def close(self):
+        self.known = self.known or str(self.approach.blocked)
+        super().close()
+
+
+def test_what_is_in_the_way_is_known_before_the_connection_is_closed(tmp_path):
+    """Or a password that a proxy refuses was tried once more."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        road = road_to(f"wss://127.0.0.1:{port}/isthmus")
+        found = Approach(road, "")
+        passage = _Passage(found, str(tmp_path / "socket"))
+        near = _Watched(socket.AF_UNIX)
+        near.approach = found
+        near.known = ""
+        passage._loop.run_until_complete(passage._pass_on(near))
+        assert "cannot be reached: Connection refused" in near.known
+        with passage:
+            pass
 
 
 def wait_until_blocked(approach, words):

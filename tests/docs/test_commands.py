@@ -143,6 +143,8 @@ def test_the_faulty_device_of_the_guide_is_named_first(terminal: Terminal) -> No
     lines = terminal.read("isthmus report runs/faulty").decode().splitlines()
     after = lines[lines.index("what else happened:") + 1]
     assert after.startswith("  client-3: the sum of its random group was left out in 10 of 10")
+    report = json.loads(terminal.read("isthmus report runs/faulty --json"))
+    assert report["rounds"][-1]["metrics"]["accuracy"] == pytest.approx(0.95, abs=0.02)
 
 
 def type_page(page: str, terminal: Terminal) -> None:

@@ -218,7 +218,7 @@ WITHSTOOD = {
     "trimmed-mean": "withstands any lies in 3 groups, so 3 lying devices wherever they are (1.2% "
     "of the cohort), if no honest group is more than 3 times as long as another; and more of them "
     "only if their sums are long: up to 12 groups are left out whose mean is more than 3 times as "
-    "long as those of the 4 shortest; if a tenth of the devices lies, more groups than 12 have a "
+    "long as those of the 4 shortest; if a tenth of the devices lies, more than 12 groups have a "
     "liar in 62.8% of the rounds",
     "norm-bound": "bounds what each group adds, and withstands no lying device; up to 14 groups",
 }
@@ -230,6 +230,19 @@ def test_how_many_lying_devices_a_robust_rule_withstands_is_said(check_job, rule
     out = check_job(*ROBUST, f"federated.robust={rule}", *settings)
     said = f"federated.robust='{rule}' over 16 random groups of 15 devices {WITHSTOOD[rule]}"
     assert said in " ".join(out.split())
+
+
+def test_one_group_and_one_device_are_told_in_the_singular(check_job):
+    few = ("federated.clients=24", "federated.cohort=24", "federated.robust_groups=4")
+    out = check_job(*ROBUST, *few, "federated.robust_minimum=6", "federated.robust=median")
+    assert (
+        "withstands any lies in 1 group, so 1 lying device wherever it is (4.2% of the cohort)"
+    ) in " ".join(out.split())
+    share = "federated.robust_settings={share=0.34}"
+    two = ("federated.robust_groups=3", "federated.robust_minimum=8", "federated.quorum=24")
+    out = check_job(*ROBUST, *few, *two, "federated.robust=trimmed-mean", share)
+    assert "up to 1 group is left out whose mean" in " ".join(out.split())
+    assert "more than 1 group has a liar" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

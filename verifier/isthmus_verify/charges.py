@@ -38,7 +38,7 @@ _KINDS_OF_CHARGES = ("round", "evaluation", "comparison", "training")
 
 
 def check_terms(privacy: Fields) -> None:
-    """Check the budget of a job, before something is computed by it that has no end for others.
+    """Check the budget of a job before it is used: a search by one that is none has no end.
 
     Raises:
         Violation: it is none.

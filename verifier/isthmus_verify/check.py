@@ -398,6 +398,7 @@ def _check_same(opened: object, found: object, path: list[str]) -> None:
 
 
 def _check_value(opened: object, found: object, path: list[str]) -> None:
+    # Most values are text and numbers, which need no canonical form to be compared.
     same = type(opened) is type(found) and isinstance(opened, str | int) and opened == found
     if not same and canonical(found) != canonical(opened):
         raise Violation(

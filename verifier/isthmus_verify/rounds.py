@@ -80,8 +80,8 @@ _REGIMES_OF_POLICIES = {
     # A datacenter changes the model first, where no cohort of devices may be summed.
     "hybrid": ("hybrid", "datacenter"),
 }
-"""Regimes of the policies that leave no other one; of all others any. Plans of these policies have
-nothing else that is checked: each starts from the last model, and keeps none."""
+"""Regimes of the policies that leave no other one; of all others any. These policies also start
+each round from the last model, keep none, and ask for no groups or gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,26 +222,8 @@ class Rounds:
         if content.count("draw") and not self._job.secure:
             raise Violation(f"{where} has a draw, and its devices were not drawn")
         answer = content.table("decision").table("answer")
-        if answer.text("start") != start.text("name"):
-            raise Violation(
-                f"{where} starts from {shown(start.text('name'))}, and was decided to start from "
-                f"{shown(answer.text('start'))}"
-            )
-        regime = answer.text("regime")
-        if regime not in _REGIMES_OF_POLICIES.get(self._job.policy, _REGIMES):
-            raise Violation(
-                f"{where} has the regime {shown(regime)}, which the policy "
-                f"{shown(self._job.policy)} never has"
-            )
+        self._check_answer(answer, start.text("name"), where)
         keep = answer.table("keep")
-        measures = answer.flag("measure_gradients")
-        by_group = answer.flag("by_group")
-        usual = start.text("name") == CURRENT and not (keep.values or measures or by_group)
-        if self._job.policy in _REGIMES_OF_POLICIES and not usual:
-            raise Violation(
-                f"{where} has another start model than the last one, keeps models, or has groups "
-                f"or gradients, which the policy {shown(self._job.policy)} never asks for"
-            )
         self._planned.add((round_, attempt))
         self._plan = Plan(
             round=round_,
@@ -250,15 +232,49 @@ class Rounds:
             datacenters=frozenset(content.texts("datacenters")),
             draw=content.count("draw"),
             start=self.models.check_start(start, where),
-            regime=regime,
+            regime=answer.text("regime"),
             reason=answer.text("reason"),
-            measures=measures,
-            by_group=by_group,
+            measures=answer.flag("measure_gradients"),
+            by_group=answer.flag("by_group"),
             keep={name: keep.text(name) for name in keep.values},
         )
         self._starts.setdefault(round_, set()).add(self._plan.start)
         self._asked |= self._plan.invited
         self.counts["plan"] += 1
+
+    def _check_answer(self, answer: Fields, start: str, where: str) -> None:
+        """Check what the policy has decided, as far as it is known of the policy.
+
+        Args:
+            answer: of the policy.
+            start: name of the model that the plan starts from.
+            where: the plan, in sentences.
+
+        Raises:
+            Violation: the plan starts from another model, or the policy never decides so.
+        """
+        if answer.text("start") != start:
+            raise Violation(
+                f"{where} starts from {shown(start)}, and was decided to start from "
+                f"{shown(answer.text('start'))}"
+            )
+        policy = self._job.policy
+        regime = answer.text("regime")
+        if regime not in _REGIMES_OF_POLICIES.get(policy, _REGIMES):
+            raise Violation(
+                f"{where} has the regime {shown(regime)}, which the policy {shown(policy)} never "
+                "has"
+            )
+        asks_more = (
+            bool(answer.table("keep").values)
+            or answer.flag("measure_gradients")
+            or answer.flag("by_group")
+        )
+        if policy in _REGIMES_OF_POLICIES and (start != CURRENT or asks_more):
+            raise Violation(
+                f"{where} has another start model than the last one, keeps models, or has groups "
+                f"or gradients, which the policy {shown(policy)} never asks for"
+            )
 
     def _check_cut_short(self) -> None:
         """Check the last plan if it has no outcome, as when the server was killed.

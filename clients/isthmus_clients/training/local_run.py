@@ -165,6 +165,7 @@ class DeviceRun:
         self.dataset = self.data.dataset
         self.examples = self.data.examples
         self._says_lone_row = True
+        """Whether the log does not have yet that a row is left out, see `_settle_lone_row`."""
         self._private: PrivateSteps | None = None
         """In place of the data's batches and their gradients, with `[federated.privacy]`."""
         self._unfit: JobError | None = None
@@ -432,7 +433,7 @@ class DeviceRun:
             problem = self._problem_of_lone_row(round_)
         finally:
             self._load(start, personal)
-        if problem is None:
+        if not problem:
             return
         self.data.order.leave_out_last(True)
         if self._says_lone_row:
@@ -443,8 +444,8 @@ class DeviceRun:
                 problem,
             )
 
-    def _problem_of_lone_row(self, round_: int) -> str | None:
-        """Why the loaded model cannot be trained on a batch of one row; None if it can be.
+    def _problem_of_lone_row(self, round_: int) -> str:
+        """Why the loaded model cannot be trained on a batch of one row; empty if it can be.
 
         Each optimizer of the task has its gradient computed, as in a step: without gradients a loss
         that differentiates by its inputs fails, and one that is finite may have a gradient that is
@@ -472,10 +473,10 @@ class DeviceRun:
         except TaskError as error:
             if may_be_of_server(error):
                 raise
-            return str(error)
+            return str(error) or "it failed"
         finally:
             self.model.zero_grad(set_to_none=True)
-        return None
+        return ""
 
     def _has_usable_gradients(self) -> bool:
         """Whether a step would apply the gradients that the parameters have."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from isthmus.errors import IsthmusError, TaskError, TaskInterrupted
+from isthmus.errors import IsthmusError, TaskError, TaskInterrupted, causes
 from isthmus.task import user_traceback
 
 _Result = TypeVar("_Result")
@@ -99,9 +99,10 @@ def may_be_of_server(error: BaseException) -> bool:
     """
     if isinstance(error, OSError):  # those of the task's code are the cause of a TaskError
         return True
+    # What was hidden decides what has failed, and not in which words somebody says so.
     return any(
         isinstance(each, (TaskInterrupted, MemoryError)) or _is_of_lack(each)
-        for each in _behind(error)
+        for each in causes(error, hidden=True)
     )
 
 
@@ -112,27 +113,9 @@ def has_broken_accelerator(error: BaseException) -> bool:
     True
     """
     return any(
-        isinstance(each, RuntimeError) and str(each).startswith(_BROKEN) for each in _behind(error)
+        isinstance(each, RuntimeError) and str(each).startswith(_BROKEN)
+        for each in causes(error, hidden=True)
     )
-
-
-def _behind(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those for which it was raised.
-
-    Also those that it hides (`from None`, or in the `except` of a task), and those of a group: they
-    decide what has failed, and not in which words somebody says so.
-    """
-    left = [error]
-    seen: set[int] = set()
-    while left:
-        each = left.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        left += [other for other in (each.__cause__, each.__context__) if other is not None]
-        if isinstance(each, BaseExceptionGroup):  # of tasks that ran at the same time
-            left += each.exceptions
 
 
 def _is_of_lack(error: BaseException) -> bool:

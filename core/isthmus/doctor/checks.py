@@ -243,7 +243,8 @@ def membership(
         proxy: what the owner says about proxies now.
         servers: addresses to try; none for the one that was joined.
     """
-    yield modes(state, ("identity.key", "credentials.pem", "member.json"))
+    if state.exists():  # there is none before the join
+        yield modes(state, ("identity.key", "credentials.pem", "member.json"))
     member = Membership(state)
     if member.kind not in kinds:
         article = "an" if member.kind[0] in "ao" else "a"

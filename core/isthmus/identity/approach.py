@@ -23,7 +23,7 @@ from isthmus.identity.proxies import Road, RoadBlocked
 from isthmus.system.private_socket import private_socket
 
 if TYPE_CHECKING:
-    from isthmus.identity.tunnel import Tunnel
+    from isthmus.identity.tunnel import Ended, Tunnel
 
 _SECONDS = 15.0
 """Time to open a WebSocket."""
@@ -165,24 +165,34 @@ class _Passage:
 
     async def _pass_on(self, near: socket.socket) -> None:
         """Pass a connection on until it has ended."""
-        from isthmus.identity.crossing import cross
-
         near.setblocking(False)
         over = self._loop.create_future()
         try:
-            tell = functools.partial(_tell, over)
-            tunnel = await cross(self._approach.road, near, _SECONDS, tell)
+            tunnel = await self._crossed(near, functools.partial(_tell, over))
             self._tunnels.add(tunnel)
             self._approach.blocked = None
             why = await over
-        except RoadBlocked as blocked:
-            self._approach.blocked = blocked
+        except RoadBlocked:
+            pass  # `_crossed` has noted it
         except OSError as error:
             log.debug("a connection through a balancer failed", exc_info=error)
         else:
             if why:
                 balancer = self._approach.road.balancer
                 self._approach.blocked = RoadBlocked(f"{balancer} {why}")
+
+    async def _crossed(self, near: socket.socket, ended: Ended) -> Tunnel:
+        """Connect a connection of gRPC with the server; what is in the way is noted."""
+        from isthmus.identity.crossing import cross
+
+        try:
+            return await cross(self._approach.road, near, _SECONDS, ended)
+        except BaseException as error:
+            # First: gRPC sees at once that it is closed, and this participant asks for the reason.
+            if isinstance(error, RoadBlocked):
+                self._approach.blocked = error
+            near.close()
+            raise
 
 
 async def _ended(tasks: Iterable[asyncio.Task[None]], tunnels: Iterable[Tunnel]) -> None:

@@ -48,7 +48,7 @@ async def cross(road: Road, near: socket.socket, seconds: float, ended: Ended) -
 
     Args:
         road: with a balancer.
-        near: belongs to the tunnel from now on, and is closed if this raises.
+        near: belongs to the tunnel when this returns; if it raises, the caller closes it.
         seconds: time to open the WebSocket.
         ended: see `isthmus.identity.tunnel.Ended`.
 
@@ -61,7 +61,7 @@ async def cross(road: Road, near: socket.socket, seconds: float, ended: Ended) -
     try:
         async with asyncio.timeout(seconds):
             reader, writer = await first_stations(road)
-            station = f"{balancer}"
+            station = str(balancer)
             try:
                 await _secured(balancer, station, writer)
                 protocol = await _upgraded(balancer, station, reader, writer)
@@ -76,17 +76,13 @@ async def cross(road: Road, near: socket.socket, seconds: float, ended: Ended) -
                 writer.transport.abort()
                 raise
     except TimeoutError:
-        near.close()
-        raise RoadBlocked(
-            f"{station} did not answer in time",
+        remedy = (
             "check that it forwards to where the server listens (--balancer), and the firewalls "
             "between"
-            if station == str(balancer)
-            else silent_proxy(road),
-        ) from None
-    except BaseException:
-        near.close()
-        raise
+        )
+        if station != str(balancer):
+            remedy = silent_proxy(road)
+        raise RoadBlocked(f"{station} did not answer in time", remedy) from None
 
 
 async def _secured(balancer: Balancer, station: str, writer: asyncio.StreamWriter) -> None:

@@ -209,7 +209,11 @@ async def _begun(
 
     near, far = socket.socketpair()
     try:
-        tunnels.append(await cross(road, far, seconds, ended))
+        try:
+            tunnels.append(await cross(road, far, seconds, ended))
+        except BaseException:
+            far.close()
+            raise
         return await asyncio.open_connection(sock=near)
     except BaseException:
         near.close()

@@ -12,7 +12,6 @@ the part after it, which raises `UserError` if it cannot be used.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import stat
@@ -27,6 +26,7 @@ from isthmus.errors import UpdateError, UserError
 from isthmus.printable import in_a_line
 from isthmus.provided import make_provided
 from isthmus.transport.blobs import Assembly, Piece
+from isthmus.transport.own_threads import OwnThread
 
 SOURCES = "isthmus.blob_sources"
 """Entry-point group of sources."""
@@ -300,19 +300,8 @@ async def _ended(reader: _Reader, silence: Callable[[], float]) -> threading.Thr
     Returns:
         The thread that is left behind; None if it has ended.
     """
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-
-    def read() -> None:
-        try:
-            reader.read()
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(ended.set)
-
-    thread = threading.Thread(target=read, name=reader.shown, daemon=True)
-    thread.start()
-    while not ended.is_set():
+    reading = OwnThread(reader.read, reader.shown)
+    while not reading.done.done():
         left = SILENT_SECONDS - silence()
         if left <= 0:
             log.warning(
@@ -321,9 +310,8 @@ async def _ended(reader: _Reader, silence: Callable[[], float]) -> threading.Thr
                 SILENT_SECONDS,
                 REST_SECONDS,
             )
-            return thread
-        with contextlib.suppress(TimeoutError):  # it may have given something meanwhile
-            await asyncio.wait_for(ended.wait(), left)
+            return reading.thread
+        await asyncio.wait((reading.done,), timeout=left)  # it may have given something meanwhile
     return None
 
 

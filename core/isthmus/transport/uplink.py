@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import re
@@ -126,6 +127,17 @@ log = logging.getLogger(__name__)
 def _seconds_since_boot() -> float:
     """A clock that nobody sets; it goes on while the machine is suspended, where there is such."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ended:
+    """How a stream has ended, or why none was opened."""
+
+    why: str
+    refused: AdmissionRefused | None = None
+    """The refusal, if the server or what is in front of it refuses this participant."""
+    is_full: bool = False
+    """Whether the server has no room for one more."""
 
 
 class Uplink:
@@ -290,33 +302,15 @@ class Uplink:
         try:
             while True:
                 self._linked_at = math.inf
-                is_full = False
-                refused: AdmissionRefused | None = None
                 login = self._login()
-                try:
-                    await self._serve_one_stream()
-                    why = "the server ended the stream"
-                except AdmissionRefused as error:
-                    refused = error
-                except grpc.aio.AioRpcError as error:
-                    if error.code() in _FINAL:
-                        refused = AdmissionRefused(
-                            f"the server refused {self.name!r}: {details_of(error)}"
-                        )
-                    is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                    why = details_of(error) or error.code().name
-                    if error.code() is grpc.StatusCode.UNAVAILABLE:
-                        why = short_message(why)
-                except (TimeoutError, UpdateError, RoadBlocked, *GONE) as error:
-                    why = str(error) or "silence"
+                ended = await self._attempt()
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
                     raise asyncio.CancelledError  # gRPC replaced it by an error
                 if self._leaving and not self._jobs:
                     return
-                if refused is not None:
-                    self._refuse_if_all_do(refused)
-                    why = str(refused)
+                if ended.refused is not None:
+                    self._refuse_if_all_do(ended.refused)
                 elif self._linked_at < math.inf:
                     self._refused_at.clear()
                 # One that works is one of few, and its round waits for it.
@@ -328,18 +322,7 @@ class Uplink:
                     self._way = 0
                     await self._go_away()
                     continue
-                is_login_refused = self._is_login_refused(why, login)
-                is_new = is_login_refused and not self._refused_login.is_same(login)
-                is_told = backoff.broke(open_seconds=time.monotonic() - self._linked_at)
-                if self._is_another(why) or is_told or is_new:
-                    why = await self._explained(why, login if is_login_refused else "")
-                    self._complain(why, backoff.tries)
-                self._choose_address(backoff, goes_on=is_full or refused is not None)
-                if is_login_refused:
-                    self._refused_login.note(login, why if is_new else self._refused_login.sentence)
-                    await self._refused_login.pause(self._login)
-                else:
-                    await asyncio.sleep(backoff.pause())
+                await self._await_next(ended, login, backoff)
         finally:
             for job in self._jobs.values():
                 job.abandon()
@@ -347,6 +330,50 @@ class Uplink:
                     job.task.cancel()
             for filling in self._filling:
                 filling.cancel()
+
+    async def _attempt(self) -> _Ended:
+        """Open a stream, and serve it until it ends."""
+        try:
+            await self._serve_one_stream()
+        except AdmissionRefused as error:
+            return _Ended(str(error), refused=error)
+        except grpc.aio.AioRpcError as error:
+            return self._ended_by(error)
+        except (TimeoutError, UpdateError, RoadBlocked, *GONE) as error:
+            return _Ended(str(error) or "silence")
+        return _Ended("the server ended the stream")
+
+    def _ended_by(self, error: grpc.aio.AioRpcError) -> _Ended:
+        code = error.code()
+        if code in _FINAL:
+            refused = AdmissionRefused(f"the server refused {self.name!r}: {details_of(error)}")
+            return _Ended(str(refused), refused=refused)
+        why = details_of(error) or code.name
+        if code is grpc.StatusCode.UNAVAILABLE:
+            why = short_message(why)
+        return _Ended(why, is_full=code is grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+    async def _await_next(self, ended: _Ended, login: str, backoff: Backoff) -> None:
+        """Say why there is no link, choose where to dial next, and wait until then.
+
+        Args:
+            ended: how the last stream has ended.
+            login: what the proxy on its road was given; empty for nothing.
+            backoff: the pauses.
+        """
+        why = ended.why
+        is_login_refused = self._is_login_refused(why, login)
+        is_new = is_login_refused and not self._refused_login.is_same(login)
+        is_told = backoff.broke(open_seconds=time.monotonic() - self._linked_at)
+        if self._is_another(why) or is_told or is_new:
+            why = await self._explained(why, login if is_login_refused else "")
+            self._complain(why, backoff.tries)
+        self._choose_address(backoff, goes_on=ended.is_full or ended.refused is not None)
+        if is_login_refused:
+            self._refused_login.note(login, why if is_new else self._refused_login.sentence)
+            await self._refused_login.pause(self._login)
+        else:
+            await asyncio.sleep(backoff.pause())
 
     def _refuse_if_all_do(self, refused: AdmissionRefused) -> None:
         """Note that the present address refuses this participant, and end if each one has.

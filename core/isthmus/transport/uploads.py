@@ -8,7 +8,6 @@ than the one that the device has told it, and pulls on the link what is not ther
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -21,6 +20,7 @@ from isthmus.printable import in_a_line
 from isthmus.transport import blob_sources
 from isthmus.transport.blobs import Buffer, InFile
 from isthmus.transport.encrypted_blobs import BlobReading, BlobWithdrawn, EncryptedBlob
+from isthmus.transport.own_threads import OwnThread
 from isthmus.transport.server_addresses import ServerAddresses
 from isthmus.wire import link_pb2
 
@@ -113,41 +113,29 @@ class Upload:
         Returns:
             Whether the store has all of it.
         """
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-
-        def send() -> None:
-            try:
-                self._send()
-            finally:
-                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                    loop.call_soon_threadsafe(ended.set)
-
-        thread = threading.Thread(target=send, name=self._shown, daemon=True)
         self._moved_at = time.monotonic()
-        thread.start()
+        sending = OwnThread(self._send, self._shown)
         reached = 0
-        left: threading.Thread | None = None
+        hanging: threading.Thread | None = None
         try:
-            while not ended.is_set():
+            while not sending.done.done():
                 seconds = self._moved_at + blob_sources.SILENT_SECONDS - time.monotonic()
                 if seconds <= 0:
-                    left = thread
+                    hanging = sending.thread
                     self._why = f"it took too little for {blob_sources.SILENT_SECONDS:g} s"
                     break
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), min(seconds, _TOLD_SECONDS))
+                await asyncio.wait((sending.done,), timeout=min(seconds, _TOLD_SECONDS))
                 if self._sent > reached:
                     reached = self._sent
                     told(reached)
             was_abandoned = self._abandoned.is_set()
         finally:
             self.abandon()
-        self.is_stored = ended.is_set() and self._is_there and not was_abandoned
+        self.is_stored = sending.done.done() and self._is_there and not was_abandoned
         if self.is_stored:
             log.info("%s: an update of %d bytes", self._shown, self._size)
         elif not was_abandoned:
-            self._addresses.rest.begin(left)
+            self._addresses.rest.begin(hanging)
             log.warning(
                 "%s: %s; the update goes over the link, and the store is left alone for %g s",
                 self._shown,

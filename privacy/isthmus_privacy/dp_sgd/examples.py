@@ -44,6 +44,7 @@ A class that is made from one of them may have attributes, and look as it likes.
 """
 
 _GONE = object()
+"""In place of an attribute that is not there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,33 +218,20 @@ def _check_attributes(before: Any, after: Any) -> None:
     Raises:
         TaskError: with the attribute.
     """
-    inner: list[tuple[Any, Any]] = []
-    lost: list[str] = []
     if isinstance(before, torch.Tensor):
         return
     if isinstance(before, Mapping):
         inner = [(before[key], each) for key, each in after.items()]
         _check_keys(before)
-        if "_encodings" in _attributes(after):
-            after._encodings = None
-        kept = _attributes(after)
-        lost = [name for name in _attributes(before) if name not in kept]
-        lost += [
-            name
-            for name, each in kept.items()
-            if not _is_plain(each) and (name not in after or after[name] is not each)
-        ]
+        lost = _lost_of_mapping(before, after)
     elif isinstance(before, list | tuple):
         inner = list(zip(before, after, strict=True))
         lost = list(_attributes(before))
     elif dataclasses.is_dataclass(before) and not isinstance(before, type):
-        fields = {field.name: field.init for field in dataclasses.fields(before)}
-        inner = [(getattr(before, name), getattr(after, name)) for name in fields if fields[name]]
-        # The others are computed anew from these, or are gone.
-        for name in {**fields, **_attributes(before)}:
-            found = getattr(after, name, _GONE)
-            if not fields.get(name) and not _is_same(getattr(before, name, _GONE), found):
-                lost.append(name)
+        inner = [(getattr(before, name), getattr(after, name)) for name in _given_fields(before)]
+        lost = _lost_of_dataclass(before, after)
+    else:
+        return
     if lost:
         raise TaskError(
             f"a batch of one example has a {type(before).__module__}.{type(before).__qualname__} "
@@ -270,6 +258,37 @@ def _check_keys(batch: Mapping[Any, Any]) -> None:
                     f"{type(each).__qualname__}, and a group of examples would have the keys of "
                     "its first one; with differential privacy of examples use numbers or text"
                 )
+
+
+def _lost_of_mapping(before: Any, after: Any) -> list[str]:
+    """Attributes of a mapping that its copy has not, or that are no items of it and may change."""
+    if "_encodings" in _attributes(after):  # what a tokenizer keeps of the text
+        after._encodings = None
+    kept = _attributes(after)
+    gone = [name for name in _attributes(before) if name not in kept]
+    may_change = {name: each for name, each in kept.items() if not _is_plain(each)}
+    return gone + [
+        name for name, each in may_change.items() if name not in after or after[name] is not each
+    ]
+
+
+def _lost_of_dataclass(before: Any, after: Any) -> list[str]:
+    """Attributes of a dataclass that its copy has not, or has with another value.
+
+    Those that it is made with are not compared; all others are computed from them, or are gone.
+    """
+    names = [*(field.name for field in dataclasses.fields(before)), *_attributes(before)]
+    others = dict.fromkeys(name for name in names if name not in _given_fields(before))
+    return [
+        name
+        for name in others
+        if not _is_same(getattr(before, name, _GONE), getattr(after, name, _GONE))
+    ]
+
+
+def _given_fields(value: Any) -> list[str]:
+    """Names of the fields with which a dataclass is made."""
+    return [field.name for field in dataclasses.fields(value) if field.init]
 
 
 def _attributes(value: object) -> dict[str, Any]:
@@ -315,8 +334,7 @@ def _shapes(value: Any) -> str:
     elif isinstance(value, list | tuple):
         inner = [("", _shapes(each)) for each in value]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        inner = [(name, _shapes(getattr(value, name))) for name in names]
+        inner = [(name, _shapes(getattr(value, name))) for name in _given_fields(value)]
     else:
         return _text(value)
     return f"{type(value)} {inner}"

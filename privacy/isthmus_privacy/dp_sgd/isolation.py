@@ -103,29 +103,39 @@ def replaced(
     if len(others) > 1:  # which leaves their mean as it is
         yield with_others([each[others.roll(1).to(each.device)] for each in rows])
     if made_up:
+        for values in _made_up(rows, others):
+            yield with_others(values)
+
+
+def _made_up(
+    rows: Sequence[torch.Tensor], others: torch.Tensor
+) -> Iterator[Sequence[torch.Tensor]]:
+    """Values that no example has, for the examples at the indices `others`."""
+    values = [each[others.to(each.device)] for each in rows]
+    on_processor = rows[0].device.type == "cpu"
+    measured = [_is_measured(each) for each in rows]
+    if any(measured):
         # An index that follows from a number that is missing would end a process on an accelerator.
-        for factor in _OUTLIERS + (_NOT_FINITE if rows[0].device.type == "cpu" else ()):
-            if any(map(_is_measured, rows)):
-                yield with_others(
-                    [
-                        each[others.to(each.device)] * (factor if _is_measured(each) else 1)
-                        for each in rows
-                    ]
-                )
-        if rows[0].device.type == "cpu":
-            for index, each in enumerate(rows):
-                if _is_whole(each):
-                    for outlier in _WHOLE_OUTLIERS:
-                        limits = torch.iinfo(each.dtype)
-                        values = [row[others] for row in rows]
-                        # One at a time: with the wrong class of an example its value is not tried.
-                        values[index].fill_(min(max(outlier, limits.min), limits.max))
-                        yield with_others(values)
-                elif each.dtype == torch.bool:  # such as a mask that no compared example has
-                    for truth in (True, False):
-                        values = [row[others] for row in rows]
-                        values[index].fill_(truth)
-                        yield with_others(values)
+        for factor in _OUTLIERS + (_NOT_FINITE if on_processor else ()):
+            factors = [factor if each else 1 for each in measured]
+            yield [each * other for each, other in zip(values, factors, strict=True)]
+    if not on_processor:
+        return
+    for index, each in enumerate(values):
+        for outlier in _whole_outliers(each):
+            # One at a time: with the wrong class of an example its value is not tried.
+            changed = list(values)
+            changed[index] = torch.full_like(each, outlier)
+            yield changed
+
+
+def _whole_outliers(values: torch.Tensor) -> Iterator[int]:
+    """What integers are replaced by, and booleans, such as a mask that no compared example has."""
+    if values.dtype == torch.bool:
+        yield from (True, False)
+    elif _is_whole(values):
+        limits = torch.iinfo(values.dtype)
+        yield from (min(max(each, limits.min), limits.max) for each in _WHOLE_OUTLIERS)
 
 
 def _is_whole(values: torch.Tensor) -> bool:

@@ -48,7 +48,8 @@ def join(state: Path, url: str, token: joining.Token, proxy: ProxyChoice) -> Non
     "--server",
     metavar="HOST:PORT",
     default="",
-    help="Address of the server, if it differs from the one that was joined.",
+    help="Address of the server (also wss://HOST/PATH, behind a balancer that ends TLS), if it "
+    "differs from the one that was joined.",
 )
 @click.option(
     "--folder",

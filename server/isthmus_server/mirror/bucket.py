@@ -28,7 +28,7 @@ class StoreBucket:
 
     _MARKER = MARKER
     """A file that says whose they are."""
-    _IS = "the mirror"
+    _PURPOSE = "the mirror"
     """What they are, for sentences."""
 
     def __init__(self, option: str, target: str) -> None:
@@ -77,7 +77,7 @@ class StoreBucket:
                 )
             elif found != owner:
                 raise UserError(
-                    f"{self._shown} is {self._IS} of another server; name another PREFIX"
+                    f"{self._shown} is {self._PURPOSE} of another server; name another PREFIX"
                 )
 
     def _marker(self) -> str | None:
@@ -186,7 +186,7 @@ class UploadBucket(StoreBucket):
     """`s3:BUCKET/PREFIX`, see `isthmus_server.mirror.place.UploadStore`."""
 
     _MARKER = UPLOADS_MARKER
-    _IS = "for the updates"
+    _PURPOSE = "for the updates"
 
     def __init__(self, target: str) -> None:
         """Name the bucket and the beginning of the names in it.

@@ -12,11 +12,10 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import IO, cast
 
-from isthmus.errors import UserError, cause_of
 from isthmus.printable import in_a_line
 from isthmus.transport.blobs import Broadcast
 from isthmus.transport.encrypted_blobs import (
@@ -25,9 +24,10 @@ from isthmus.transport.encrypted_blobs import (
     BlobWithdrawn,
     EncryptedBlob,
 )
+from isthmus.transport.own_threads import in_own_thread
 from isthmus.transport.requests import blobs_of
 from isthmus.wire import link_pb2
-from isthmus_server.mirror.own_threads import in_own_thread
+from isthmus_server.mirror.claimed_place import ClaimedPlace, signed
 from isthmus_server.mirror.place import MirrorPlace
 
 LEAST_BYTES = 64 << 10
@@ -42,8 +42,6 @@ _KEPT_SECONDS = 60.0
 """The model of a round is often evaluated, and sent again for the next one, a moment later."""
 _SIGNED_AGAIN_SECONDS = 3600.0
 """An address is told for so long, which is much shorter than it is valid."""
-_CLOSE_SECONDS = 10.0
-"""Longest time for removing everything when the server ends."""
 _AT_ONCE = 2
 """Blobs that are put there at the same time."""
 
@@ -79,6 +77,7 @@ class MirroredBlobs:
                 address.
         """
         self._place = place
+        self._own = ClaimedPlace(place, "the mirror")
         self._kept_seconds = kept_seconds
         self._put_seconds = put_seconds
         self._copies: dict[bytes, _Copy] = {}
@@ -86,7 +85,6 @@ class MirroredBlobs:
         self._unsigned_until = 0.0
         """Until then no address is asked for."""
         self._room = asyncio.Semaphore(_AT_ONCE)
-        self._removing: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def running(self, owner: str) -> AsyncIterator[None]:
@@ -95,16 +93,12 @@ class MirroredBlobs:
         Raises:
             UserError: the mirror is another server's, or cannot be used.
         """
-        await in_own_thread(lambda: self._place.claim(owner))
-        try:
-            left = list(await in_own_thread(self._place.names))
-        except OSError as error:
-            raise UserError(f"the mirror cannot be read: {cause_of(error)}") from None
-        await self._remove_all(left)
-        try:
-            yield
-        finally:
-            await self._end()
+        async with self._own.claimed(owner):
+            try:
+                yield
+            finally:
+                for sha256 in list(self._copies):
+                    self._forget(sha256)
 
     async def add_addresses(
         self, request: link_pb2.Request, offered: Callable[[bytes], Broadcast | None]
@@ -183,18 +177,12 @@ class MirroredBlobs:
         copy.address = ""
         if now < self._unsigned_until:
             return ""
-        why = ""
-        try:  # in a thread, as a store's library may have to renew its credentials
-            async with asyncio.timeout(self._put_seconds) as limit:
-                copy.address = await in_own_thread(lambda: self._place.address(copy.name))
+        try:
+            copy.address = await signed(lambda: self._place.address(copy.name), self._put_seconds)
             copy.signed_at = time.monotonic()
         except Exception as error:  # noqa: BLE001 - as in `_put`
-            why = in_a_line(str(error) or type(error).__name__)
-            if limit.expired():
-                why = f"an address was not signed after {self._put_seconds:g} s"
-        if why:
             self._unsigned_until = time.monotonic() + REST_SECONDS
-            self._give_up(why)
+            self._give_up(in_a_line(str(error) or type(error).__name__))
         return copy.address
 
     def _give_up(self, why: str) -> None:
@@ -213,40 +201,7 @@ class MirroredBlobs:
         copy.reading.end()
         if copy.removal is not None:
             copy.removal.cancel()
-        task = asyncio.create_task(self._remove(copy))
-        self._removing.add(task)
-        task.add_done_callback(self._removing.discard)
-
-    async def _remove(self, copy: _Copy) -> None:
-        await asyncio.wait((copy.put,))
-        await self._remove_all((copy.name,))
-
-    async def _remove_all(self, names: Iterable[str]) -> None:
-        def remove() -> None:
-            for name in names:
-                self._place.remove(name)
-
-        try:
-            await in_own_thread(remove)
-        except Exception as error:  # noqa: BLE001 - as in `_put`
-            log.warning(
-                "a blob could not be removed from the mirror, which is tried again when the server "
-                "starts: %s",
-                in_a_line(str(error) or type(error).__name__),
-            )
-
-    async def _end(self) -> None:
-        for sha256 in list(self._copies):
-            self._forget(sha256)
-        if self._removing:
-            _, late = await asyncio.wait(self._removing, timeout=_CLOSE_SECONDS)
-            if late:
-                log.warning(
-                    "the mirror does not answer; what is left there is removed when the server "
-                    "starts again"
-                )
-            for task in late:
-                task.cancel()
+        self._own.begin_removal(copy.name, after=copy.put)
 
 
 @dataclasses.dataclass(eq=False)

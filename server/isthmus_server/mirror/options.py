@@ -20,8 +20,9 @@ def place_named(named: str, url: str | None) -> MirrorPlace:
     Raises:
         UserError: it cannot be used.
     """
-    kind, colon, target = named.partition(":")
-    if not colon or not target or kind not in ("file", "s3"):
+    kind, _, target = named.partition(":")
+    is_place = _has_bucket(target) if kind == "s3" else kind == "file" and bool(target)
+    if not is_place:
         raise UserError(
             f"--mirror {named} does not name a place: write file:/FOLDER or s3:BUCKET/PREFIX"
         )
@@ -46,9 +47,14 @@ def store_named(named: str) -> UploadStore:
         UserError: it cannot be used.
     """
     kind, _, target = named.partition(":")
-    if not target or kind != "s3":
+    if kind != "s3" or not _has_bucket(target):
         raise UserError(f"--uploads {named} does not name a store: write s3:BUCKET/PREFIX")
     return UploadBucket(target)
+
+
+def _has_bucket(target: str) -> bool:
+    """Whether `BUCKET/PREFIX` begins with a bucket: many write `s3://`, as other programs do."""
+    return target.partition("/")[0] != ""
 
 
 def checked_url(url: str) -> str:

@@ -18,11 +18,14 @@ UPLOADS_MARKER = "isthmus-uploads"
 """A file that says whose place for updates this is."""
 
 
-class MirrorPlace(Protocol):
-    """Has files. Calls come from several threads, and raise `OSError` for what may pass."""
+class OwnedPlace(Protocol):
+    """Has files of one server.
+
+    Calls come from several threads, and raise `OSError` for what may pass.
+    """
 
     def claim(self, owner: str) -> None:
-        """Make it the mirror of a server, whose fingerprint is `owner`.
+        """Make it the place of a server, whose fingerprint is `owner`.
 
         Raises:
             UserError: it is another server's, has files of others, or cannot be used.
@@ -33,12 +36,16 @@ class MirrorPlace(Protocol):
         """Names of the blobs that are there, whole or not."""
         ...
 
-    def put(self, name: str, stream: IO[bytes], size: int) -> None:
-        """Have a file there, which has all of its bytes or is not there."""
-        ...
-
     def remove(self, name: str) -> None:
         """Have no such file there."""
+        ...
+
+
+class MirrorPlace(OwnedPlace, Protocol):
+    """Has blobs for devices to fetch."""
+
+    def put(self, name: str, stream: IO[bytes], size: int) -> None:
+        """Have a file there, which has all of its bytes or is not there."""
         ...
 
     def address(self, name: str) -> str:
@@ -46,23 +53,8 @@ class MirrorPlace(Protocol):
         ...
 
 
-class UploadStore(Protocol):
-    """Has updates of devices. Calls come from several threads, and raise `OSError`, likewise.
-
-    `claim`, `names` and `remove` are as of `MirrorPlace`.
-    """
-
-    def claim(self, owner: str) -> None:
-        """Make it the place of a server."""
-        ...
-
-    def names(self) -> Iterable[str]:
-        """Names of the updates that are there."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Have no such file there."""
-        ...
+class UploadStore(OwnedPlace, Protocol):
+    """Has updates of devices."""
 
     def upload_address(self, name: str, size: int) -> str:
         """Where a device puts a file of so many bytes by one PUT, `https://` and all.

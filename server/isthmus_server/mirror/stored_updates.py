@@ -11,20 +11,18 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, BinaryIO, cast
 
-from isthmus.errors import UserError, cause_of
-from isthmus.printable import in_a_line
 from isthmus.transport.encrypted_blobs import KEY_BYTES, keystream
+from isthmus.transport.own_threads import in_own_thread
 from isthmus.wire import link_pb2
-from isthmus_server.mirror.own_threads import in_own_thread
+from isthmus_server.mirror.claimed_place import ClaimedPlace, signed, without_addresses
 from isthmus_server.mirror.place import UploadStore
 
 LEAST_BYTES = 256 << 10
@@ -38,13 +36,10 @@ SWEEP_SECONDS = 3600.0
 """Interval in which it is looked for what devices have put there after nobody waited for it."""
 _SIGN_SECONDS = 30.0
 """Longest time for an address."""
-_CLOSE_SECONDS = 10.0
-"""Longest time for removing everything when the server ends."""
 _PIECE_BYTES = 64 << 10
 """Bytes that are read at a time."""
-_ADDRESS = re.compile(r"https?://[^\s\"']+")
 _AT_ONCE = 2
-"""Addresses that are made, and objects that are removed, at the same time."""
+"""Addresses that are signed at the same time."""
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +78,7 @@ class StoredUpdates:
     def __init__(self, store: UploadStore, *, sweep_seconds: float = SWEEP_SECONDS) -> None:
         """Prepare; `running` begins."""
         self._store = store
+        self._own = ClaimedPlace(store, "the store of updates")
         self._sweep_seconds = sweep_seconds
         self._expected: set[str] = set()
         """Names in the store of what is being waited for."""
@@ -90,7 +86,6 @@ class StoredUpdates:
         self._mistrusted: dict[str, float] = {}
         """Until when the updates of some participants come on the link (monotonic)."""
         self._room = asyncio.Semaphore(_AT_ONCE)
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def running(self, owner: str) -> AsyncIterator[None]:
@@ -99,18 +94,12 @@ class StoredUpdates:
         Raises:
             UserError: the place is another server's, or cannot be used.
         """
-        await in_own_thread(lambda: self._store.claim(owner))
-        try:
-            left = list(await in_own_thread(self._store.names))
-        except OSError as error:
-            raise UserError(f"the store of updates cannot be read: {cause_of(error)}") from None
-        await self._remove(left)
-        sweeping = asyncio.create_task(self._sweep())
-        try:
-            yield
-        finally:
-            sweeping.cancel()
-            await self._end()
+        async with self._own.claimed(owner):
+            sweeping = asyncio.create_task(self._sweep())
+            try:
+                yield
+            finally:
+                sweeping.cancel()
 
     @asynccontextmanager
     async def expecting(
@@ -137,7 +126,7 @@ class StoredUpdates:
             yield expected
         finally:
             self._expected.discard(expected.name)
-            self._spawn(self._remove((expected.name,)))
+            self._own.begin_removal(expected.name)
 
     async def get(self, expected: ExpectedUpdate) -> BinaryIO | None:
         """An update in a file without a name; None, and a line in the log, if it is not there."""
@@ -156,7 +145,7 @@ class StoredUpdates:
                 error,
             )
         except Exception as error:  # noqa: BLE001 - libraries of stores may raise anything
-            self._give_up(_words(error))
+            self._give_up(without_addresses(error))
         return None
 
     def _rests(self, participant: str) -> bool:
@@ -170,14 +159,10 @@ class StoredUpdates:
         async with self._room:
             if self._rests(expected.participant):  # since others have waited here
                 return ""
-            try:  # in a thread, as a store's library may have to renew its credentials
-                async with asyncio.timeout(_SIGN_SECONDS) as limit:
-                    return await in_own_thread(lambda: self._store.upload_address(name, size))
+            try:
+                return await signed(lambda: self._store.upload_address(name, size), _SIGN_SECONDS)
             except Exception as error:  # noqa: BLE001 - as in `get`
-                why = _words(error)
-                if limit.expired():
-                    why = f"an address was not signed after {_SIGN_SECONDS:g} s"
-                self._give_up(why)
+                self._give_up(without_addresses(error))
                 return ""
 
     def _give_up(self, why: str) -> None:
@@ -193,47 +178,11 @@ class StoredUpdates:
         while True:
             await asyncio.sleep(self._sweep_seconds)
             try:
-                found = list(await in_own_thread(self._store.names))
+                found = await self._own.names()
             except Exception as error:  # noqa: BLE001 - as in `get`
-                log.warning("the store of updates cannot be read: %s", _words(error))
+                log.warning("the store of updates cannot be read: %s", without_addresses(error))
                 continue
-            await self._remove([name for name in found if name not in self._expected])
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _remove(self, names: Iterable[str]) -> None:
-        def remove() -> None:
-            for name in names:
-                self._store.remove(name)
-
-        try:
-            async with self._room:
-                await in_own_thread(remove)
-        except Exception as error:  # noqa: BLE001 - as in `get`
-            log.warning(
-                "an update could not be removed from the store, which is tried again later: %s",
-                _words(error),
-            )
-
-    async def _end(self) -> None:
-        if not self._tasks:
-            return
-        _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_SECONDS)
-        if late:
-            log.warning(
-                "the store of updates does not answer; what is left there is removed when the "
-                "server starts again"
-            )
-        for task in late:
-            task.cancel()
-
-
-def _words(error: Exception) -> str:
-    """What an error says, without addresses."""
-    return in_a_line(_ADDRESS.sub("its address", str(error)) or type(error).__name__)
+            await self._own.remove([name for name in found if name not in self._expected])
 
 
 class _NotTheUpdate(Exception):

@@ -93,6 +93,24 @@ def layout_rows(plan: Compares, ranks: PlannedRanks) -> list[LayoutRow]:
     ]
 
 
+def order_of_layouts(rows: Sequence[LayoutRow]) -> str:
+    """By what the rows of `layout_rows` are ordered, a clause."""
+    timed = any(each.seconds for each in rows)
+    return "most examples a second first" if timed else "by the peak of a rank"
+
+
+def note_of_layouts(rows: Sequence[LayoutRow], *, has_gpu: bool) -> str:
+    """What a comparison of layouts does not say, a sentence; empty if it says all, or has one row.
+
+    Args:
+        rows: of `layout_rows`.
+        has_gpu: whether the time of a step is that of a named GPU, with messages.
+    """
+    if len(rows) < 2 or has_gpu:
+        return ""
+    return COMPUTING_ALONE if any(each.seconds for each in rows) else WHERE_TIME
+
+
 def grouped_refusals(layouts: Iterable[PlannedLayout]) -> dict[str, str]:
     """Refused layouts in words, by the reason."""
     refused: dict[str, list[str]] = {}

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from isthmus.job.planned import FAKE, WHY_NO_SUM, Figure, PlannedLayout, PlannedRanks
 from isthmus_server.plan.compared_layouts import (
-    COMPUTING_ALONE,
-    WHERE_TIME,
     grouped_refusals,
     layout_rows,
+    note_of_layouts,
+    order_of_layouts,
 )
 from isthmus_server.plan.devices import PlannedDevices
 from isthmus_server.plan.planned_job import PlannedJob
@@ -92,34 +92,14 @@ def _of_layouts(plan: PlannedJob, ranks: PlannedRanks) -> list[str]:
     refused = grouped_refusals(ranks.others)
     found = []
     if rows or refused:
-        found.append(f"  layouts, {order_of_layouts(plan)}:")
+        found.append(f"  layouts, {order_of_layouts(rows)}:")
     for each in rows:
         fits = {True: ", fits", False: ", does not fit", None: ""}[each.fits]
         step = f", {each.step}" if each.step else ""
         found.append(f"    {each.text}: {each.layout.peak:,} bytes{fits}{step}")
     found += [f"    {text}: refused: {why}" for why, text in refused.items()]
-    note = note_of_layouts(plan)
+    note = note_of_layouts(rows, has_gpu=plan.options.gpu is not None)
     return [*found, f"  {note}"] if note else found
-
-
-def order_of_layouts(plan: PlannedJob) -> str:
-    """By what the layouts are ordered, a clause."""
-    ranks = plan.sides.datacenter
-    assert ranks is not None
-    timed = any(each.seconds for each in layout_rows(plan, ranks))
-    return "most examples a second first" if timed else "by the peak of a rank"
-
-
-def note_of_layouts(plan: PlannedJob) -> str:
-    """What their comparison does not say, a sentence; empty if nothing is compared, or it says all.
-
-    Of several layouts it names the option that has the time of a step.
-    """
-    ranks = plan.sides.datacenter
-    rows = [] if ranks is None else layout_rows(plan, ranks)
-    if len(rows) < 2 or plan.options.gpu is not None:
-        return ""
-    return COMPUTING_ALONE if any(each.seconds for each in rows) else WHERE_TIME
 
 
 def _of_layout(plan: PlannedJob, layout: PlannedLayout) -> list[str]:

@@ -10,14 +10,18 @@ from markupsafe import Markup
 
 from isthmus.job.planned import WHY_NO_SUM, PlannedLayout, PlannedRanks
 from isthmus_server.plan.changes import ChangedPlan
-from isthmus_server.plan.compared_layouts import grouped_refusals, layout_rows
+from isthmus_server.plan.compared_layouts import (
+    LayoutRow,
+    grouped_refusals,
+    layout_rows,
+    note_of_layouts,
+    order_of_layouts,
+)
 from isthmus_server.plan.cost import UNIT_OF_PRICE
 from isthmus_server.plan.lines import (
     WHERE_QUALITY,
     WHERE_RATE,
     WHOLE_PRICE,
-    note_of_layouts,
-    order_of_layouts,
     short,
 )
 from isthmus_server.plan.planned_job import PlannedJob
@@ -44,6 +48,9 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
     """
     trials = plan.trials
     metric = "" if trials is None else trials.metric
+    ranks = plan.sides.datacenter
+    rows = [] if ranks is None else layout_rows(plan, ranks)
+    note = note_of_layouts(rows, has_gpu=plan.options.gpu is not None)
     return page(
         "plan",
         f"{plan.job.name}: plan",
@@ -54,12 +61,12 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         chart=Markup() if trials is None else quality_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
-        notes=[] if trials is None else [x for x in (trials.overlap, trials.steps) if x],
+        notes=[] if trials is None else _sentences(trials.overlap, trials.steps),
         policies=[] if trials is None else [_row(plan, each) for each in trials.policies],
         facts=[(name, _with_mb(value)) for name, value in _facts(plan)],
-        layouts=_layouts(plan),
-        order_of_layouts="" if plan.sides.datacenter is None else order_of_layouts(plan),
-        note_of_layouts=note_of_layouts(plan),
+        layouts=[] if ranks is None else _layouts(ranks, rows),
+        order_of_layouts=order_of_layouts(rows),
+        notes_of_layouts=_sentences(note),
         changes=[(each.name, _with_mb(_figures(each))) for each in plan.changes],
         assumptions=list(_assumptions(plan)),
     )
@@ -179,11 +186,8 @@ def _facts(plan: PlannedJob) -> Iterator[tuple[str, str]]:
         yield from (("the plan's error", each.text) for each in plan.errors)
 
 
-def _layouts(plan: PlannedJob) -> list[Sequence[str]]:
+def _layouts(ranks: PlannedRanks, rows: Sequence[LayoutRow]) -> list[Sequence[str]]:
     """A row for each layout that is possible, and one for each reason why others are not."""
-    ranks = plan.sides.datacenter
-    if ranks is None:
-        return []
     words = {True: "fits", False: "does not fit", None: ""}
     found: list[Sequence[str]] = [
         (
@@ -193,7 +197,7 @@ def _layouts(plan: PlannedJob) -> list[Sequence[str]]:
             words[each.fits],
             each.step,
         )
-        for each in layout_rows(plan, ranks)
+        for each in rows
     ]
     refused = grouped_refusals(ranks.others)
     return found + [(text, "", "", f"refused: {why}", "") for why, text in refused.items()]
@@ -252,21 +256,19 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
         yield from _about_ranks(plan, ranks)
     if plan.calibration is not None:
         note = plan.calibration.note(plan.job, plan.ranks)
-        for said in (note, plan.which_ranks):
-            if said:
-                yield f"{said[0].upper()}{said[1:]}."
+        yield from _sentences(note, plan.which_ranks)
     if devices is not None:
-        yield from (f"{note[0].upper()}{note[1:]}." for note in devices.notes)
-    yield from (f"{each[0].upper()}{each[1:]}." for each in plan.limits)
+        yield from _sentences(*devices.notes)
+    yield from _sentences(*plan.limits)
     if ranks is not None:
-        yield f"{WHOLE_PRICE[0].upper()}{WHOLE_PRICE[1:]}."
+        yield from _sentences(WHOLE_PRICE)
     yield "Cost has the prices of the job, if all invited devices take part and no attempt fails."
 
 
 def _about_ranks(plan: PlannedJob, ranks: PlannedRanks) -> Iterator[str]:
     kind = "GPUs" if ranks.on_gpus else "processors"
     yield f"Memory is counted of fake tensors, for ranks that are {kind}; nothing was booked."
-    yield f"{WHY_NO_SUM[0].upper()}{WHY_NO_SUM[1:]}."
+    yield from _sentences(WHY_NO_SUM)
     for each in plan.assumptions:
         yield f"Time of a step: {each}."
     if any(each.unit == "FLOP/s" for each in plan.step(ranks)):
@@ -274,3 +276,12 @@ def _about_ranks(plan: PlannedJob, ranks: PlannedRanks) -> Iterator[str]:
             "Times of the datacenter are those of computing alone: messages between ranks, reading "
             "and checkpoints come on top."
         )
+
+
+def _sentences(*texts: str) -> list[str]:
+    """Some texts as sentences, without those that are empty.
+
+    >>> _sentences("name the GPU by --gpu", "")
+    ['Name the GPU by --gpu.']
+    """
+    return [f"{each[0].upper()}{each[1:]}." for each in texts if each]

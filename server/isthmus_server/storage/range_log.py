@@ -12,6 +12,7 @@ import json
 import sqlite3
 from typing import TYPE_CHECKING
 
+from isthmus_server.storage.group_commit import GroupCommit
 from isthmus_server.storage.sealed_database import SealedDatabase
 
 if TYPE_CHECKING:  # it loads PyTorch, which reading a run does not need
@@ -45,6 +46,8 @@ class RangeLog:
         self._log = log
         self._db = None if log is None else log.connection
         self._known: list[SummedRanges] | None = [] if log is None else None
+        self.together = GroupCommit[SummedRanges](self.add)
+        """Adds the entries of several groups in one commit."""
 
     def _entries(self) -> list[SummedRanges]:
         """Read on first use: a run that is only read may be damaged."""
@@ -106,19 +109,20 @@ class RangeLog:
             ranges=ranges[0].read(together),
         )
 
-    def add(self, entry: SummedRanges) -> None:
-        """Store the ranges of a sum; they are on disk when this returns.
+    def add(self, *entries: SummedRanges) -> None:
+        """Store the ranges of sums, all or none; they are on disk when this returns.
 
         Raises:
             OSError, sqlite3.Error: they cannot be stored.
         """
         if self._log is not None and self._db is not None:
             with self._log.transaction():
-                self._insert(self._db, entry)
+                for entry in entries:
+                    self._insert(self._db, entry)
             self._log.write_head()
             self._known = None
         else:
-            self._known = [*self._entries(), entry][-KEPT:]
+            self._known = [*self._entries(), *entries][-KEPT:]
 
     @staticmethod
     def _insert(db: sqlite3.Connection, entry: SummedRanges) -> None:

@@ -8,14 +8,13 @@ ignores everything after the first frame that does not fit. So every database of
   in the transaction of each change. It detects accidents: a user who can write the file can also
   seal it.
 * a *head*: a small file next to the database with the seal as of the last important commit. It is
-  replaced after the commit. A database with fewer changes than its head has lost commits; one with
+  written after the commit. A database with fewer changes than its head has lost commits; one with
   more is that of a crash between the two, or is being written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import sqlite3
@@ -26,9 +25,9 @@ from typing import Any, Literal
 
 from isthmus.errors import DamagedError, TakenOver, UserError
 from isthmus.system.private_files import create_state_file
-from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus.system.volumes import is_shared
 from isthmus_server.storage.fence import Fence, epoch_of, held
+from isthmus_server.storage.head_file import HeadFile, Seal
 
 _SEAL = """
 CREATE TABLE IF NOT EXISTS seal (
@@ -84,16 +83,6 @@ def database_error(file: Path, error: Exception) -> UserError:
     if remedy is not None:
         return UserError(f"{file} cannot be used ({what}); {remedy}")
     return DamagedError(f"{file} is damaged ({what}); restore it from a backup")
-
-
-@dataclasses.dataclass(frozen=True)
-class Seal:
-    """The state of a database."""
-
-    changes: int
-    """Rows that were inserted, updated or deleted since it was created."""
-    total: bytes
-    """Sum of the SHA-256 of its rows modulo 2^256, 32 bytes."""
 
 
 class SealedDatabase:
@@ -278,15 +267,7 @@ class SealedDatabase:
             sqlite3.Error: the database cannot be read, or the queue of the fence not be locked.
         """
         with contextlib.suppress(TakenOver), held(self._fence):  # a later server writes its own
-            self._write_head()
-
-    def _write_head(self) -> None:
-        seal = self.seal()
-        newest = None
-        with contextlib.suppress(DamagedError):
-            newest = self._read_head()
-        if newest is None or newest.changes < seal.changes:  # another process may be ahead
-            write_sealed(self.head, {"changes": seal.changes, "total": seal.total.hex()})
+            HeadFile(self.head).write(self.seal())
 
     def _read_head(self) -> Seal | None:
         """The seal in the head file; None if there is no such file.
@@ -295,10 +276,7 @@ class SealedDatabase:
             DamagedError: it is damaged.
         """
         try:
-            values = read_sealed(self.head)
-            return Seal(int(values["changes"]), bytes.fromhex(values["total"]))
-        except FileNotFoundError:
-            return None
+            return HeadFile(self.head).read()
         except DamagedError as error:
             raise DamagedError(
                 f"{error}; if {self.file.name} is not a copy from a backup, remove "

@@ -54,10 +54,16 @@ def check_signed_sums(store: Store) -> str:
     """
     # The log first: a round is committed after its sum is in the file.
     with store.snapshot():
-        return _check(store)
+        checked = _check_lines(store)
+        return _check_rounds(store, checked)
 
 
-def _check(store: Store) -> str:
+def _check_lines(store: Store) -> _Checked:
+    """Check each line of the file; returns what is known of them.
+
+    Raises:
+        DamagedError: a line or a signature is another one.
+    """
     checked = _Checked()
     jobs = set()
     for line in read_signed_sums(store.directory):
@@ -75,6 +81,19 @@ def _check(store: Store) -> str:
             if job is not None and job not in jobs:
                 raise _damaged(where, "its devices have opened another job than those before it")
             checked.devices.setdefault((config.round, config.attempt), []).append(in_sum)
+    return checked
+
+
+def _check_rounds(store: Store, checked: _Checked) -> str:
+    """Check which devices committed rounds have accepted; returns what was checked, as a sentence.
+
+    Args:
+        store: of the run.
+        checked: of the file; the sums of attempts are removed from it.
+
+    Raises:
+        DamagedError: they are not those that have signed, or a round has no sum, or a sum no round.
+    """
     secure = store.job.federated.secure_aggregation
     rounds = 0
     with_sums = 0

@@ -13,6 +13,7 @@ import sqlite3
 from collections.abc import Collection, Sequence
 
 from isthmus.wire import link_pb2
+from isthmus_server.storage.group_commit import GroupCommit
 from isthmus_server.storage.sealed_database import SealedDatabase
 
 KEPT = 128
@@ -49,6 +50,8 @@ class UnmaskingLog:
         self._log = log
         self._db = None if log is None else log.connection
         self._known: list[Unmasking] | None = [] if log is None else None
+        self.together = GroupCommit[Unmasking](self.add)
+        """Adds the entries of several groups in one commit."""
         self._refused_sums: set[tuple[str, int, int]] = set()
         """Sums that were refused in this process: one that begins anew asks for such a sum once
         more."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from isthmus.errors import JobError, UserError
 from isthmus.job import Job
 from isthmus.job.federated import MAX_SECURE_COHORT
+from isthmus.printable import counted
 from isthmus.task import Task, load_task
 from isthmus_privacy.dp.accounting import Composition
 from isthmus_privacy.dp.auditing import CANARIES, Claim, Measurement
@@ -145,9 +146,9 @@ class AuditReport:
             ),
             (
                 "guesses",
-                f"{found.right} of {found.guesses} right, in {self.runs} simulated "
-                f"run{'' if self.runs == 1 else 's'}{whole}; so at least {found.probability:.1%} "
-                f"are, and the claim allows {found.allowed:.1%}",
+                f"{found.right} of {found.guesses} right, in "
+                f"{counted(self.runs, 'simulated run')}{whole}; so at least "
+                f"{found.probability:.1%} are, and the claim allows {found.allowed:.1%}",
             ),
             (
                 "reach",
@@ -288,8 +289,8 @@ class Audit:
             )
 
         mechanism = (
-            f"{privacy.mechanism}, multiplier {plan.multiplier:.4g}, for {times} "
-            f"round{'' if times == 1 else 's'} of a device"
+            f"{privacy.mechanism}, multiplier {plan.multiplier:.4g}, for "
+            f"{counted(times, 'round')} of a device"
         )
         return self._report_of(claim, times, privacy.epsilon, mechanism, one)
 

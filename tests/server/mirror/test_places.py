@@ -15,6 +15,7 @@ URL = "https://cdn.example.org/models"
     [
         ("/srv/www", URL, "--mirror /srv/www does not name a place: write file:/FOLDER or s3:"),
         ("ftp:host", URL, "--mirror ftp:host does not name a place"),
+        ("s3://models", URL, "--mirror s3://models does not name a place"),
         ("file:", URL, "--mirror file: does not name a place"),
         ("file:www", URL, "--mirror file:www has to name a folder from / on"),
         ("file:/srv/www", None, "needs the address at which a web server serves that folder"),

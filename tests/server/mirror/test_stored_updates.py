@@ -157,7 +157,10 @@ async def test_what_comes_too_late_is_removed_by_a_later_look(folder, payload, t
             assert expected.name in names(folder)
 
 
-@pytest.mark.parametrize("named", ["s3:", "file:/srv/www", "ftp:host", "bucket/prefix"])
+@pytest.mark.parametrize(
+    "named",
+    ["s3:", "s3:/prefix", "s3://bucket/prefix", "file:/srv/www", "ftp:host", "bucket/prefix"],
+)
 def test_an_option_that_names_no_store_is_said(named):
     with pytest.raises(UserError) as raised:
         store_named(named)

@@ -248,7 +248,7 @@ def test_layouts_without_a_time_are_by_their_peak_and_it_is_said(job_file):
     note = "the smallest layout need not be the fastest: name the GPU by --gpu"
     assert any(note in each for each in plan.lines())
     assert "by the peak of a rank" in plan.html()
-    assert note.capitalize() in plan.html()
+    assert f"T{note[1:]}" in plan.html()
     peaks = [each.layout.peak for each in layout_rows(plan, plan.sides.datacenter)]
     assert peaks == sorted(peaks)
     by_rate = plan_of(job_file, (), PlanOptions(layouts=True, tflops=1e-3))

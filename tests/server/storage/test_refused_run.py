@@ -1,12 +1,14 @@
 """The corrected job can have the directory of one that was refused; a run that began keeps it."""
 
+import dataclasses
+
 import pytest
 from tests.server.storage.rounds import commit_round, plan_round
 
 from isthmus.errors import UserError
-from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus_server.runs.local.session import LocalRun
 from isthmus_server.storage.events import ParticipantJoined
+from isthmus_server.storage.head_file import HeadFile
 from isthmus_server.storage.run_description import remove_refused_run
 
 
@@ -79,9 +81,9 @@ def lose_the_log(store):
 
 def lose_the_end_of_the_log(store):
     """As a copy without the write-ahead log; the rest says that nothing has begun."""
-    head = store.directory / "run.head"
-    values = read_sealed(head)
-    write_sealed(head, {**values, "changes": values["changes"] + 3})
+    head = HeadFile(store.directory / "run.head")
+    newest = head.read()
+    head.write(dataclasses.replace(newest, changes=newest.changes + 3))
 
 
 def have_a_file_for_a_folder(store):

@@ -95,10 +95,10 @@ class Column:
         return whole(torch.cat([torch.tensor(tally, dtype=torch.float64), bins]))
 
     def check(self, total: torch.Tensor, devices: int) -> None:
-        """Refuse a sum of counts, int64 (size), that no values of so many devices have.
+        """Refuse a sum of counts, int64 (size), that so many devices cannot have, with any values.
 
         Raises:
-            ValueError: it is one.
+            ValueError: it is such a sum.
         """
         number, missing, clipped, first, second, *bins = total.tolist()
         if min(number, missing, clipped, second, *bins) < 0:

@@ -7,7 +7,7 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from isthmus.errors import TaskError
@@ -102,24 +102,23 @@ class StatisticsVector:
         return dict(zip(self.columns, rows.T, strict=True))
 
     def check(self, total: torch.Tensor, devices: int) -> None:
-        """Refuse a sum of vectors, int64 (size), that no data of so many devices have.
+        """Refuse a sum of vectors, int64 (size), that so many devices cannot have, with any data.
 
         Raises:
-            ValueError: with the column.
+            ValueError: it is such a sum; with the name of the column.
         """
-        at = 0
-        for name, column in self.columns.items():
+        for name, column, part in self._parts(total):
             try:
-                column.check(total[at : at + column.size], devices)
+                column.check(part, devices)
             except ValueError as error:
-                raise ValueError(f"the counts of {name!r} are none of data: {error}") from None
-            at += column.size
+                raise ValueError(f"the counts of {name!r} are impossible: {error}") from None
 
     def describe(self, total: torch.Tensor, minimum: int) -> dict[str, dict[str, Any]]:
         """What a sum of vectors, int64 (size), tells of each column, see `Column.describe`."""
-        described = {}
+        return {name: column.describe(part, minimum) for name, column, part in self._parts(total)}
+
+    def _parts(self, total: torch.Tensor) -> Iterator[tuple[str, Column | Category, torch.Tensor]]:
         at = 0
         for name, column in self.columns.items():
-            described[name] = column.describe(total[at : at + column.size], minimum)
+            yield name, column, total[at : at + column.size]
             at += column.size
-        return described

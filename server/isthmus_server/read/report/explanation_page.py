@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.printable import in_a_line
+from isthmus.printable import counted, in_a_line
 from isthmus_server.budgets.budget import ADJACENCY, UNIT
 from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.read.report.durations import duration
@@ -112,8 +112,8 @@ def _observed(explained: ExplainedDecision, policy: str) -> Iterator[tuple[str, 
     decision = explained.decision
     observation = decision.observation
     yield from _labelled("so far", _past(explained))
-    devices = _count(observation.clients_ready, "device")
-    ready = f"{devices} and {_count(observation.datacenters, 'datacenter')}"
+    devices = counted(observation.clients_ready, "device")
+    ready = f"{devices} and {counted(observation.datacenters, 'datacenter')}"
     if observation.clients_ineligible:
         ready += f" ({observation.clients_ineligible} more may not be asked now)"
     cohort = f"a federated round invites {observation.invited()} and needs {observation.quorum}"
@@ -196,7 +196,7 @@ def _left(observation: Observation) -> list[str]:
             f"epsilon {observation.epsilon_left:.4g} of {observation.epsilon:g} for the {UNIT} "
             "that was asked most"
         )
-    lines.append(f"{_count(observation.rounds - observation.round + 1, 'round')} with this one")
+    lines.append(f"{counted(observation.rounds - observation.round + 1, 'round')} with this one")
     if observation.target is not None:
         lines.append(f"until the target, {observation.target}")
     return lines
@@ -220,7 +220,7 @@ def _comparisons(decision: Decision) -> list[str]:
 
 def _request(request: RequestedComparison) -> str:
     models = " against ".join(request.models)
-    return f"{models} on {_count(request.devices, 'device')}, because {request.reason}"
+    return f"{models} on {counted(request.devices, 'device')}, because {request.reason}"
 
 
 def _scores(comparison: Comparison) -> list[str]:
@@ -233,7 +233,7 @@ def _scores(comparison: Comparison) -> list[str]:
         significant = comparison.beats(name) or comparison.loses(name)
         doubt = "" if significant else ", which may be chance"
         lines.append(
-            f"  {_count(comparison.devices, 'device')} found {name} {word} than {first} by "
+            f"  {counted(comparison.devices, 'device')} found {name} {word} than {first} by "
             f"{abs(difference):.4f} (+-{error:.4f}){doubt}, for {comparison.price:g}"
         )
     return lines
@@ -256,7 +256,7 @@ def _planned(explained: ExplainedDecision) -> list[str]:
         lines.append(
             f"the datacenter's gradient is the mean of {steps} batches"
             if (plan.merge or observation.merge) == "transfer" and plan.regime == "hybrid"
-            else f"{_count(steps, 'step')} in the datacenter"
+            else f"{counted(steps, 'step')} in the datacenter"
         )
     if plan.regime == "hybrid" and plan.merge:
         lines.append(f"merged by merge={plan.merge!r}")
@@ -398,7 +398,3 @@ def _change(before: Mapping[str, float], after: Mapping[str, float]) -> str:
         return ""
     decrease = before["loss"] - after["loss"]
     return f"; the loss {'fell' if decrease >= 0 else 'rose'} by {abs(decrease):.4g}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isthmus.job.federated import FederatedSection
-from isthmus.printable import in_a_line
+from isthmus.printable import counted, in_a_line
 from isthmus_server.storage.records import EndedAttempt, Receipt, RoundRecord
 
 
@@ -35,7 +35,7 @@ def left_out_sums(record: EndedAttempt) -> tuple[list[tuple[str, str]], list[Rec
         why = receipt.reason.removeprefix(f"the sum of its group {name} was left out: ")
         reasons[name] = in_a_line(f"its sum was left out: {why}")
     told = [
-        (in_a_line(f"group {name} ({devices[name]} devices)"), reasons[name])
+        (in_a_line(f"group {name} ({counted(devices[name], 'device')})"), reasons[name])
         for name in sorted(reasons)
     ]
     return told, others
@@ -65,8 +65,9 @@ def more_than_withstood(job: Mapping[str, Any], rounds: Sequence[RoundRecord]) -
     if not beyond:
         return []
     last, left_out, groups = beyond[-1]
+    were = "was" if left_out == 1 else "were"
     return [
-        f"round {last}: {left_out} of {groups} random groups were left out, and federated.robust="
+        f"round {last}: {left_out} of {groups} random groups {were} left out, and federated.robust="
         f"{robust!r} withstands any lies in {rule.withstands(groups)}; so it was in {len(beyond)} "
         f"of {len(rounds)} rounds: more devices lie or have a fault than the rule is made for, and "
         "the model is that of honest devices only if all of these made their sums long"

@@ -130,7 +130,7 @@ class RangedAttempt:
         cohort = sums.cohort
         request = sums.at_once
         if known is None and self._is_lost():
-            known = self._store(Ranges.unknown(), ())
+            known = await self._store(Ranges.unknown(), ())
         if known is None:
             known = await self._find(deadline)
             cohort = known.devices
@@ -162,12 +162,12 @@ class RangedAttempt:
                 max(deadline, least), before_unmasking=before_unmasking
             )
             result = self._checked(known.ranges, config, result, wider=wider)
-            self._note_false(known.ranges, result)
+            await self._note_false(known.ranges, result)
         except AttemptFailed as failed:
             # One device can have moved the counts of the others, and the same devices are not asked
             # for them again.
             if getattr(failed.__cause__, "code", "") == "weight-not-of-ranges":
-                self._store(Ranges.unknown(), ())
+                await self._store(Ranges.unknown(), ())
             raise AttemptFailed(
                 str(failed),
                 self._with_earlier(failed.receipts),
@@ -351,7 +351,8 @@ class RangedAttempt:
         self._current = secure_attempt(self._context, wanted)
 
         async def note(entry: Unmasking) -> None:
-            self._context.unmaskings.add(dataclasses.replace(entry, group=sums.group))
+            entry = dataclasses.replace(entry, group=sums.group)
+            await self._context.unmaskings.together.add(entry)
 
         try:
             result = await self._current.run(deadline, before_unmasking=note)
@@ -359,7 +360,7 @@ class RangedAttempt:
             # Also if the same devices could give the sum again: one that does not come back, or
             # that lies, would have them asked for ever.
             if any(not entry.refused for entry in self._unmasked()):
-                self._store(Ranges.unknown(), ())
+                await self._store(Ranges.unknown(), ())
             raise
         self._earlier = result.receipts
         summed = {each.participant for each in result.receipts if each.status == "accepted"}
@@ -368,9 +369,9 @@ class RangedAttempt:
         except ValueError as error:
             log.warning("round %d: %s; the range is not found", sums.ranges.round, error)
             ranges = Ranges.unknown()
-        return self._store(ranges, summed)
+        return await self._store(ranges, summed)
 
-    def _note_false(self, ranges: Ranges, result: FederatedResult) -> None:
+    async def _note_false(self, ranges: Ranges, result: FederatedResult) -> None:
         """Store that ranges are unknown that were not those of the updates, which were clipped.
 
         One device can add counts that leave one for each, and move those of the others. The next
@@ -382,7 +383,7 @@ class RangedAttempt:
         if job.federated.clip is not None or has_gradient or not ranges.is_known:
             return
         if result.training.get("clipped", 0.0) > job.federated.max_clipped:
-            self._store(Ranges.unknown(), ())
+            await self._store(Ranges.unknown(), ())
 
     def _unmasked(self) -> list[Unmasking]:
         """Sums of ranges of updates to this model that devices may have unmasked."""
@@ -400,7 +401,7 @@ class RangedAttempt:
             if not entry.refused and entry.attempt != this
         )
 
-    def _store(self, ranges: Ranges, devices: Collection[str]) -> SummedRanges:
+    async def _store(self, ranges: Ranges, devices: Collection[str]) -> SummedRanges:
         sums = self._sums
         found = SummedRanges(
             round=sums.ranges.round,
@@ -411,7 +412,7 @@ class RangedAttempt:
         )
         # Before the first device is asked for its update: after a crash the server could not ask
         # for the ranges of other devices, and has to choose the same encoding.
-        self._context.ranges.add(found)
+        await self._context.ranges.together.add(found)
         return found
 
     def cancelled(self, reason: str) -> list[Receipt]:

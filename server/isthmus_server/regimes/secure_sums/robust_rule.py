@@ -23,6 +23,7 @@ import torch
 
 from isthmus.errors import JobError, RoundFailed, UserError
 from isthmus.job.federated import FederatedSection
+from isthmus.printable import counted
 from isthmus_server.regimes.aggregation.coordinate_wise import (
     SETTINGS,
     Median,
@@ -89,21 +90,28 @@ class RobustRule:
         bad = self.withstands(groups)
         most = groups - shortest(groups, bad)
         each = federated.cohort // groups
-        start = f"federated.robust={self._name!r} over {groups} random groups of {each} devices"
+        start = (
+            f"federated.robust={self._name!r} over {groups} random groups of "
+            f"{counted(each, 'device')}"
+        )
         liars = federated.cohort // 10
         odds = chance_of_more(most, groups, each, liars)
+        are = "is" if most == 1 else "are"
+        have = "has" if most == 1 else "have"
         long = (
-            f"up to {most} groups are left out whose mean is more than {LONGEST:g} times as long "
-            f"as those of the {groups - most} shortest; if a tenth of the devices lies, more "
-            f"groups than {most} have a liar in {odds:.1%} of the rounds"
+            f"up to {counted(most, 'group')} {are} left out whose mean is more than {LONGEST:g} "
+            f"times as long as those of the {groups - most} shortest; if a tenth of the devices "
+            f"lies, more than {counted(most, 'group')} {have} a liar in {odds:.1%} of the rounds"
         )
         if not bad:
             return f"{start} bounds what each group adds, and withstands no lying device; {long}"
         share = bad / federated.cohort
+        they_are = "it is" if bad == 1 else "they are"
         return (
-            f"{start} withstands any lies in {bad} groups, so {bad} lying devices wherever they "
-            f"are ({share:.1%} of the cohort), if no honest group is more than {LONGEST:g} times "
-            f"as long as another; and more of them only if their sums are long: {long}"
+            f"{start} withstands any lies in {counted(bad, 'group')}, so "
+            f"{counted(bad, 'lying device')} wherever {they_are} ({share:.1%} of the cohort), if "
+            f"no honest group is more than {LONGEST:g} times as long as another; and more of them "
+            f"only if their sums are long: {long}"
         )
 
     def withstands(self, groups: int) -> int:

@@ -277,22 +277,11 @@ class RoundEvaluator:
                 trying = number(last, retries.failed)
                 sums = await self._questions.ask(self._question(vector, round_, trying, offer))
                 try:
-                    self._check(vector, sums.total, sums.devices)
-                    for total, devices in sums.groups.values():
-                        self._check(vector, total, devices)
-                except ValueError as error:
+                    self._check_usable(vector, sums)
+                except AttemptFailed:
                     run_id = evaluations_run_id(self._context.run_id)
                     self._questions.note_refused(run_id, round_, trying)
-                    reason = f"a sum of the devices' counts is one that they cannot have: {error}"
-                    raise AttemptFailed(reason, sums.receipts) from None
-                why = ""
-                if isinstance(vector, EvaluationVector) and self._asks_others:
-                    why = self._too_clipped(vector, sums)
-                if why:  # one device can say so of all its values
-                    self._questions.note_refused(
-                        evaluations_run_id(self._context.run_id), round_, trying
-                    )
-                    raise _TooClipped(why, sums.receipts)
+                    raise
                 return sums
 
             def note_failure(failed: RoundFailed, _last: bool) -> None:
@@ -315,6 +304,25 @@ class RoundEvaluator:
         if self._job.statistics.collect:
             return contextlib.nullcontext(Offer(link_pb2.Blob()))
         return self._publication.served()
+
+    def _check_usable(self, vector: _Vector, sums: Answers) -> None:
+        """Refuse sums that devices cannot have, and those that would have to end the run.
+
+        Raises:
+            _TooClipped: a metric of the sum may not decide about the run, and others can be asked.
+            AttemptFailed: so many devices cannot have the sum of a group, or of all.
+        """
+        try:
+            self._check(vector, sums.total, sums.devices)
+            for total, devices in sums.groups.values():
+                self._check(vector, total, devices)
+        except ValueError as error:
+            reason = f"a sum of the devices' counts is one that they cannot have: {error}"
+            raise AttemptFailed(reason, sums.receipts) from None
+        if not isinstance(vector, EvaluationVector) or not self._asks_others:
+            return
+        if why := self._too_clipped(vector, sums):  # one device can say so of all its values
+            raise _TooClipped(why, sums.receipts)
 
     def _check(self, vector: _Vector, total: torch.Tensor, devices: int) -> None:
         """Refuse a sum of counts that so many devices cannot have; one with noise may be any.

@@ -197,12 +197,13 @@ async def test_other_addresses_of_a_device_are_tried_in_place_of_its_own(fleet, 
     await fleet.close()
 
 
-async def test_the_road_is_told_before_a_device_has_joined(fleet, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("folder", [".", "not-there-yet"])
+async def test_the_road_is_told_before_a_device_has_joined(fleet, tmp_path, folder):  # noqa: F811
     await fleet.listen()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
-        words = ["device", str(tmp_path), "--json"]
+        words = ["device", str(tmp_path / folder), "--json"]
         for address in (fleet.url, fleet.address, nowhere):
             words += ["--server", address]
         result = await asyncio.to_thread(CliRunner().invoke, doctor, words)
