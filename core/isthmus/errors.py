@@ -48,7 +48,8 @@ def causes(error: BaseException, *, hidden: bool = False) -> Iterator[BaseExcept
 
     Args:
         error: the one to begin with.
-        hidden: also those that one hides (`from None`, or in an `except` that raises another).
+        hidden: also those that one hides (`from None`, or in an `except` that raises another), and
+            those of a group.
 
     >>> error = ValueError("raised from itself")
     >>> error.__cause__ = error
@@ -65,6 +66,8 @@ def causes(error: BaseException, *, hidden: bool = False) -> Iterator[BaseExcept
         yield each
         behind = (each.__cause__, each.__context__ if hidden else None)
         left += [other for other in behind if other is not None]
+        if hidden and isinstance(each, BaseExceptionGroup):  # of tasks that ran at the same time
+            left += each.exceptions
 
 
 class IsthmusError(Exception):

@@ -445,21 +445,45 @@ class DeviceRun:
             )
 
     def _problem_of_lone_row(self, round_: int) -> str:
-        """Why the loaded model cannot be trained on one row; empty if it can.
+        """Why the loaded model cannot be trained on a batch of one row; empty if it can be.
+
+        Each optimizer of the task has its gradient computed, as in a step: without gradients a loss
+        that differentiates by its inputs fails, and one that is finite may have a gradient that is
+        not, as by the square root of a variance of 0.
 
         Raises:
-            TaskError: for a reason that a server may have brought about.
+            TaskError: it failed for what the server may have caused.
         """
+        seed = self.seed_of(round_)
         self.model.train()
         try:
             with torch.random.fork_rng(devices=[]):
-                self._arithmetic.seed(number(self.seed_of(round_)))
-                loss = self._gradient.loss_of(self.model, self.data.single_row())
+                factors = Factors(self.model, self.model.state_dict().items(), self._low_rank, seed)
+                made = make_optimizer(self.task, self.participant, round_, factors.trained)
+                optimizers = TaskOptimizers(made, factors.trained.values())
+                self._arithmetic.seed(number(seed))
+                for name in optimizers.named:
+                    self.model.zero_grad(set_to_none=True)
+                    with optimizers.alone(name), factors.alone():
+                        loss = self._gradient.add_alone(self.data.single_row(), name)
+                    if not math.isfinite(loss):
+                        return "its loss is not finite"
+                    if not self._has_usable_gradients():
+                        return "its gradient is not finite"
         except TaskError as error:
             if may_be_of_server(error):
                 raise
             return str(error) or "it failed"
-        return "" if math.isfinite(loss) else "its loss is not finite"
+        finally:
+            self.model.zero_grad(set_to_none=True)
+        return ""
+
+    def _has_usable_gradients(self) -> bool:
+        """Whether a step would apply the gradients that the parameters have."""
+        if self.job.federated.precision == "fp16":  # a step whose gradients overflow is left out
+            return True
+        gradients = [each.grad for each in self.model.parameters() if each.grad is not None]
+        return all(bool(each.isfinite().all()) for each in gradients)
 
     def _load(self, vector: torch.Tensor, personal: Buffer | None) -> None:
         """Load the exchange set (N) and a personal state, and the buffers as they were built."""

@@ -47,10 +47,15 @@ _SAID_OF_LACK = (
     "not enough memory",
     "_ALLOC_FAILED",
     "std::bad_alloc",
+    "MemoryError",
+    "killed by signal",
+    "terminated abruptly",
     "can't start new thread",
     *sorted(map(os.strerror, _LACKING)),
 )
-"""What PyTorch and Python say then, in a `RuntimeError` or an error without a number."""
+"""What PyTorch and Python say then, in a `RuntimeError` or an error without a number.
+
+Also what they say of other processes of a task, whose errors come as text."""
 _BROKEN = ("CUDA error:", "HIP error:")
 """How errors of an accelerator begin after which everything else on it fails in this process."""
 

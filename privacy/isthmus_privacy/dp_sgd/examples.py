@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 import hashlib
+import inspect
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -221,6 +222,7 @@ def _check_attributes(before: Any, after: Any) -> None:
         return
     if isinstance(before, Mapping):
         inner = [(before[key], each) for key, each in after.items()]
+        _check_keys(before)
         lost = _lost_of_mapping(before, after)
     elif isinstance(before, list | tuple):
         inner = list(zip(before, after, strict=True))
@@ -239,6 +241,23 @@ def _check_attributes(before: Any, after: Any) -> None:
         )
     for one, other in inner:
         _check_attributes(one, other)
+
+
+def _check_keys(batch: Mapping[Any, Any]) -> None:
+    """Refuse keys that may differ between examples without looking so.
+
+    Raises:
+        TaskError: with the type of one.
+    """
+    for key in batch:
+        parts = key if type(key) is tuple else (key,)
+        for each in parts:
+            if not _is_plain(each):
+                raise TaskError(
+                    f"a batch of one example has a key of type {type(each).__module__}."
+                    f"{type(each).__qualname__}, and a group of examples would have the keys of "
+                    "its first one; with differential privacy of examples use numbers or text"
+                )
 
 
 def _lost_of_mapping(before: Any, after: Any) -> list[str]:
@@ -275,6 +294,11 @@ def _given_fields(value: Any) -> list[str]:
 def _attributes(value: object) -> dict[str, Any]:
     """What an object keeps besides its items; a `UserDict` has these in `data`."""
     kept = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            slots = filter(inspect.ismemberdescriptor, vars(kind).values())
+            names = [each.__name__ for each in slots]
+            kept |= {name: getattr(value, name) for name in names if hasattr(value, name)}
     if isinstance(value, collections.UserDict):
         kept.pop("data", None)
     return kept
@@ -290,6 +314,13 @@ def _shapes(value: Any) -> str:
         TaskError: a tensor has not one row.
     """
     if isinstance(value, torch.Tensor):
+        has_rows = value.layout is torch.strided and not value.is_nested
+        if not has_rows or value.is_quantized or value.is_meta:
+            raise TaskError(
+                "a batch of one example has a tensor that is sparse, nested, quantized or without "
+                "values; with differential privacy of examples return dense ones, and make others "
+                "of them in forward()"
+            )
         if value.ndim == 0 or len(value) != 1:
             raise TaskError(
                 f"a batch of one example has a tensor of shape {tuple(value.shape)}; with "

@@ -60,7 +60,7 @@ class ExampleGradients:
         """N: elements of a gradient."""
         self._at_once = max(1, min(at_once, MEMORY_ELEMENTS // max(self.size, 1)))
         self._steps = 0
-        self._reference = Reference(task, model)
+        self._reference = Reference(model)
         self._first: ExampleGroup | None = None
         """The example of the reference: the first one that there was."""
 

@@ -122,14 +122,20 @@ def _made_up(
     if not on_processor:
         return
     for index, each in enumerate(values):
-        if not _is_whole(each):
-            continue
-        limits = torch.iinfo(each.dtype)
-        for outlier in _WHOLE_OUTLIERS:
+        for outlier in _whole_outliers(each):
             # One at a time: with the wrong class of an example its value is not tried.
             changed = list(values)
-            changed[index] = torch.full_like(each, min(max(outlier, limits.min), limits.max))
+            changed[index] = torch.full_like(each, outlier)
             yield changed
+
+
+def _whole_outliers(values: torch.Tensor) -> Iterator[int]:
+    """What integers are replaced by, and booleans, such as a mask that no compared example has."""
+    if values.dtype == torch.bool:
+        yield from (True, False)
+    elif _is_whole(values):
+        limits = torch.iinfo(values.dtype)
+        yield from (min(max(each, limits.min), limits.max) for each in _WHOLE_OUTLIERS)
 
 
 def _is_whole(values: torch.Tensor) -> bool:
@@ -183,8 +189,9 @@ def check_repeats(expected: Observed, found: Observed, repeated: Observed | None
     if what is not None:
         raise TaskError(
             f"{what} of an example changes when it is computed again after others: forward() or "
-            "loss() keeps something, perhaps in a library or a file, which differential privacy of "
-            "examples does not bound; keep nothing between calls"
+            "loss() keeps something, perhaps in a library or a file, or uses what collate() or the "
+            "dataset keeps, which differential privacy of examples does not bound; keep nothing "
+            "between calls"
         )
 
 

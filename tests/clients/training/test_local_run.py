@@ -421,9 +421,40 @@ SCALED_BY_HAND = """
     def forward(self, model, inputs):
         return model((inputs - inputs.mean(0)) / inputs.std(0))
 """
+SCALED_WITHIN = """
+    def forward(self, model, inputs):
+        output = model(inputs)
+        output = output - output.mean(0)
+        return output / (output.square().mean(0).sqrt() + 1e-5)
+"""
+"""Its loss of one row is finite, and its gradient is not."""
+IN_TURN = """
+    def model(self):
+        return nn.ModuleDict({"first": nn.Linear(4, 3), "second": nn.Linear(4, 3)})
+
+    def optimizer(self, parameters, participant):
+        return {
+            name: torch.optim.SGD(parameters.of(name), lr=0.1) for name in ("first", "second")
+        }
+
+    def training_step(self, model, batch, optimizer):
+        inputs, target = batch
+        return nn.functional.cross_entropy(model[optimizer](inputs), target)
+"""
+NORMALISED_IN_TURN = IN_TURN.replace(
+    '"second": nn.Linear(4, 3)', '"second": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))'
+)
+PENALISED = """
+    def training_step(self, model, batch):
+        inputs, target = batch
+        inputs = inputs.clone().requires_grad_()
+        output = model(inputs)
+        (slopes,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        return nn.functional.cross_entropy(output, target) + slopes.square().mean()
+"""
 
 
-@pytest.mark.parametrize("methods", [NORMALISED, SCALED_BY_HAND])
+@pytest.mark.parametrize("methods", [NORMALISED, SCALED_BY_HAND, SCALED_WITHIN, NORMALISED_IN_TURN])
 def test_a_last_row_that_cannot_be_trained_alone_is_left_out_of_secure_runs(
     open_run, caplog, methods
 ):
@@ -438,10 +469,12 @@ def test_a_last_row_that_cannot_be_trained_alone_is_left_out_of_secure_runs(
     assert caplog.text.count("the last row of each epoch is left out") == 1
 
 
-def test_a_last_row_that_can_be_trained_alone_is_trained_in_secure_runs(open_run):
+@pytest.mark.parametrize("methods", ["pass", IN_TURN, PENALISED])
+def test_a_last_row_that_can_be_trained_alone_is_trained_in_secure_runs(open_run, methods):
     settings = ("federated.local_epochs=2", "federated.batch_size=19")
-    update, trained, _ = train(open_run(*settings, "federated.secure_aggregation=true"))
-    assert torch.equal(update, train(open_run(*settings))[0])
+    secure = (*settings, "federated.secure_aggregation=true")
+    update, trained, _ = train(open_run(*secure, methods=methods))
+    assert torch.equal(update, train(open_run(*settings, methods=methods))[0])
     assert trained.steps == 4
 
 

@@ -5,9 +5,13 @@ Others, which a server can cause on devices of its choice, are told as one const
 
 import errno
 import os
+import signal
+from concurrent.futures import ProcessPoolExecutor
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from isthmus import PackedText
 from isthmus.errors import JobError, TaskError, TaskInterrupted, TaskProcessEnded
@@ -69,6 +73,57 @@ def test_an_exception_of_the_task_that_was_raised_from_itself_is_a_vector_of_zer
     error.__cause__ = error
     assert attempted("training", lambda: in_the_task(error)) is None
     assert not has_broken_accelerator(error)
+
+
+class Lacking(Dataset):
+    """Has no memory for an example, and says so as NumPy does."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        np.empty(1 << 60, dtype=np.uint8)
+
+
+class Killed(Lacking):
+    """Whose process ends, as one that the system has no memory for."""
+
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", [Lacking, Killed])
+def test_a_lack_in_another_process_of_the_task_is_no_vector_of_zeros(kind):
+    """What a loader's process raises comes here as text, if it cannot be made anew."""
+
+    def read():
+        with user_code("training_step()"):
+            next(iter(DataLoader(kind(), num_workers=1)))
+
+    with pytest.raises(DetailsWithheld):
+        attempted("training", read)
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_of_a_pool_that_is_killed_gives_no_vector_of_zeros():
+    def compute():
+        with user_code("forward()"), ProcessPoolExecutor(1) as pool:
+            pool.submit(killed).result()
+
+    with pytest.raises(DetailsWithheld):
+        attempted("training", compute)
+
+
+def test_a_lack_among_errors_of_a_group_is_no_vector_of_zeros():
+    """Tasks that run at the same time raise all of their errors together."""
+    group = ExceptionGroup("two tasks", [KeyError("a"), MemoryError()])
+    with pytest.raises(DetailsWithheld):
+        attempted("training", lambda: in_the_task(group))
+    of_data = ExceptionGroup("two tasks", [KeyError("the patient is Ann"), ValueError("b")])
+    assert attempted("training", lambda: in_the_task(of_data)) is None
 
 
 def hides(error):

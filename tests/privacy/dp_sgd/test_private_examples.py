@@ -246,6 +246,12 @@ class Listed(list):
     """A list with attributes."""
 
 
+class Slotted(dict):
+    """Has an attribute that is in no `__dict__`."""
+
+    __slots__ = ("scale",)
+
+
 @dataclasses.dataclass
 class Assigned:
     """A field that is assigned afterwards."""
@@ -286,6 +292,7 @@ def encoded(x):
 HIDDEN = {
     "mapping": lambda x: with_scale(collections.OrderedDict(x=x), x.sum()),
     "user's mapping": lambda x: with_scale(collections.UserDict(x=x), x.sum()),
+    "slot": lambda x: with_scale(Slotted(x=x), x.sum()),
     "encoding": lambda x: with_scale(encoded(x), x.sum()),
     "keys that are attributes": lambda x: Attributed({"x": x}),
     "text": lambda x: {"x": x, "text": with_scale(Label("a"), x.sum())},
@@ -308,6 +315,39 @@ def collated(kind):
     task = Table({})
     task.collate = lambda rows: kind(rows[0][None])
     return SampledExamples(task, Numbers("plain"), range(6), 1.0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_key_of_a_batch_that_may_have_attributes_is_refused(nested):
+    def keyed(x):
+        key = with_scale(Label("x"), x.sum())
+        return {(1, key) if nested else key: x}
+
+    with pytest.raises(TaskError, match=r"has a key of type \S+Label"):
+        collated(keyed).read(range(3))
+
+
+def test_numbers_in_slots_are_those_of_each_example():
+    source = collated(lambda x: with_scale(Slotted(x=x), float(x)))
+    assert [group.one.scale for group in source.read(range(3))] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        lambda x: torch.nested.nested_tensor([*x]),
+        lambda x: torch.nested.nested_tensor([*x], layout=torch.jagged),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        lambda x: x.to("meta"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_tensor_that_examples_cannot_be_put_together_of_is_refused(made):
+    """In a sentence: such as that a bag of words is sparse."""
+    with pytest.raises(TaskError, match="is sparse, nested, quantized or without values"):
+        collated(lambda x: made(x.expand(1, 2))).check(range(3))
 
 
 @pytest.mark.parametrize("kind", HIDDEN)

@@ -340,15 +340,11 @@ async def test_counts_that_no_data_have_are_in_no_metric(deployment, monkeypatch
     assert row.evaluation.devices == (4 if secure else 3)  # of a second sum, or without the liar
 
 
-@pytest.mark.parametrize(
-    ("lie", "settings"), [([1 << 40], ()), ([1 << 62], ()), (CLIPPED, (BEST,))]
-)
-async def test_one_liar_does_not_keep_others_from_evaluating(
-    deployment, network, monkeypatch, lie, settings
-):
-    """It stays, and the devices that are asked with it would give the same sum again."""
-    monkeypatch.setattr(FederatedContext, "certified", True)
-    await deployment.start(WITHOUT_CENTRAL, ())
+async def dial_with_a_liar(deployment, network, names, lie):
+    """Connect devices, of which the first that is asked adds a lie to its counts.
+
+    Returns the names of it, one for each time that it was asked.
+    """
     liars = []
 
     def lying(name, join, attempt, *arguments):
@@ -362,19 +358,59 @@ async def test_one_liar_does_not_keep_others_from_evaluating(
         attempt._encoded.vector[: len(lie)] += torch.tensor(lie)
         return keys
 
-    for name in "abcdefgh":
+    for name in names:
         device = deployment.device(name)
         secure = device.agent._secure
         secure.join = functools.partial(lying, name, secure.join)
         network.dial(device, name)
-    await wait_until(lambda: set("abcdefgh") <= deployment.link.peers.keys())
-    encoded = ("federated.clip=4", "federated.max_examples=1000")  # no other sum has whole numbers
-    settings = ("federated.clients=0", *encoded, "attempts=2", *settings)
+    await wait_until(lambda: set(names) <= deployment.link.peers.keys())
+    return liars
+
+
+ENCODED = ("federated.clip=4", "federated.max_examples=1000")
+"""No other sum than that of an evaluation has whole numbers."""
+
+
+@pytest.mark.parametrize(
+    ("lie", "settings"), [([1 << 40], ()), ([1 << 62], ()), (CLIPPED, (BEST,))]
+)
+async def test_one_liar_does_not_keep_others_from_evaluating(
+    deployment, network, monkeypatch, lie, settings
+):
+    """It stays, and the devices that are asked with it would give the same sum again."""
+    monkeypatch.setattr(FederatedContext, "certified", True)
+    await deployment.start(WITHOUT_CENTRAL, ())
+    liars = await dial_with_a_liar(deployment, network, "abcdefgh", lie)
+    settings = ("federated.clients=0", *ENCODED, "attempts=2", *settings)
     store, _, _ = await run(deployment, "run", *settings)
     (row,) = read_report(store).rounds
     assert len(liars) == 1  # it was asked once
     assert row.evaluation.devices == 4
     assert row.metrics["devices_loss"] > 0
+
+
+@pytest.mark.parametrize("lie", [1 << 40, 1 << 62])
+async def test_one_liar_does_not_keep_others_from_evaluating_by_group(
+    deployment, network, monkeypatch, lie
+):
+    monkeypatch.setattr(FederatedContext, "certified", True)
+    north, south = "abcdefgh", "ijklmnop"
+    deployment.groups = {**dict.fromkeys(north, "north"), **dict.fromkeys(south, "south")}
+    await deployment.start(WITHOUT_CENTRAL, ())
+    liars = await dial_with_a_liar(deployment, network, north + south, [lie])
+    settings = (
+        "federated.clients=0",
+        "federated.groups={minimum=3}",
+        "federated.cohort=8",
+        "federated.quorum=6",
+        "evaluation.devices=8",
+        "evaluation.quorum=8",
+    )
+    store, _, _ = await run(deployment, "run", *settings, *ENCODED, "attempts=2")
+    (row,) = read_report(store).rounds
+    assert len(liars) == 1  # it was asked once
+    assert row.evaluation.devices == 8
+    assert set(row.evaluation.groups) == {"north", "south"}
 
 
 async def test_a_round_is_kept_when_its_evaluation_fails(deployment):

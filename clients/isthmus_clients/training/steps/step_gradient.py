@@ -76,6 +76,19 @@ class StepGradient:
         with user_code("the backward pass"):
             torch.autograd.backward(loss * share)
 
+    def add_alone(self, part: StepPart, optimizer: str) -> torch.Tensor:
+        """Add the gradient of the mean loss of a part, which is not scaled; returns the loss.
+
+        In the precision of steps, but nothing is kept for a step.
+
+        Raises:
+            TaskError: the task's code raised.
+        """
+        loss, _ = self._loss(part.batch, Averages(), optimizer)
+        with user_code("the backward pass"):
+            torch.autograd.backward(loss)
+        return loss.detach()
+
     @torch.no_grad()
     def loss_of(self, model: nn.Module, part: StepPart) -> torch.Tensor:
         """The mean loss of a part by a model, a scalar, for the first optimizer of the task.

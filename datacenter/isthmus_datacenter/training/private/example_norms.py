@@ -24,6 +24,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from isthmus.errors import TaskError
+from isthmus.task.scoring.host_generators import HostGenerators
 from isthmus_datacenter.training.private.outer_products import (
     OuterProducts,
     slices,
@@ -182,6 +183,7 @@ class ExampleNorms:
             if batch is None:
                 return None
             batch.began(module)
+            layer.begin()
             given = layer.input_of(args, kwargs)
             prepared = layer.one_for_each(given, batch)
             if prepared.is_floating_point():
@@ -213,6 +215,7 @@ class ExampleNorms:
             layer.check_output(output, batch.size)
             layer.check_unchanged(output)
             layer.check_precision(output)
+            layer.check_drawn()
             call = batch.note(f"the input of layer {layer.name!r}", given)
             if not output.requires_grad:
                 return
@@ -222,12 +225,14 @@ class ExampleNorms:
                 # operation may change the output in place.
                 batch.lowest.append(get_gradient_edge(output))
             kept = [(given.detach(), layer.described(output.detach()))]
+            attributes = layer.attributes()
 
             def receive(gradient: torch.Tensor) -> torch.Tensor:
                 gradient = batch.without_dead(gradient)
                 if batch.measures:
                     if call is not None:
                         batch.note(f"the gradient after {call[4:]}", gradient)
+                    layer.check_attributes(attributes)
                     with torch.no_grad():  # then the second pass frees inputs as it goes
                         batch.add(layer, *kept.pop(), gradient)
                 return gradient
@@ -249,6 +254,46 @@ class _Layer:
         """Whether the inputs are the same for all examples, such as positions; None if unknown."""
         self.returned: tuple[torch.Tensor, int] | None = None
         """What the last forward() has returned, and its version then."""
+        self._generators: HostGenerators | None = None
+        """States at the beginning of the last call."""
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether its gradients follow from its input alone, and nothing is computed again."""
+        return isinstance(self.module, nn.Linear | nn.Embedding)
+
+    def begin(self) -> None:
+        """Note where the generators of Python and NumPy are, before a call."""
+        self._generators = None if self._is_known else HostGenerators.now()
+
+    def check_drawn(self) -> None:
+        """Refuse a layer that has drawn from them in the call: it would draw others later.
+
+        What it draws need not be seen in its output: the parameter that it is for may be small.
+        """
+        if self._generators is not None and self._generators != HostGenerators.now():
+            raise self._refused("draws random numbers of Python or NumPy")
+
+    def attributes(self) -> dict[str, tuple[object, ...]]:
+        """What the layer has besides its parameters, each with what tells that it has changed."""
+        if self._is_known:
+            return {}
+        own = {**vars(self.module), **self.module._buffers}
+        return {name: (each, *_inside(each)) for name, each in own.items() if name != "_parameters"}
+
+    def check_attributes(self, before: Mapping[str, tuple[object, ...]]) -> None:
+        """Refuse a layer that has other attributes than in its call when it is computed again.
+
+        Raises:
+            TaskError: with the attribute.
+        """
+        now = self.attributes()
+        for name in {**before, **now}:
+            if name not in before or name not in now or not _is_unchanged(before[name], now[name]):
+                raise self._refused(
+                    f"computes something else in the backward pass, as its attribute {name!r} is "
+                    "only set for the time of a call"
+                )
 
     def input_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The one tensor that the layer is called with."""
@@ -287,7 +332,7 @@ class _Layer:
 
     def described(self, output: torch.Tensor) -> torch.Tensor | None:
         """Norms and sums (2, B) of what is computed again later; None if that is not done."""
-        if isinstance(self.module, nn.Linear | nn.Embedding):
+        if self._is_known:
             return None
         rows = rows_of(output)
         return torch.stack([torch.linalg.vector_norm(rows, dim=1), rows.sum(1)])
@@ -568,6 +613,25 @@ def refused(name: str, module: nn.Module, why: str) -> TaskError:
         f"layer {name!r} ({_kind(module).__name__}) {why}, so that ghost clipping cannot find the "
         f"norm of an example's gradient; {PER_EXAMPLE}"
     )
+
+
+def _inside(value: object) -> tuple[object, ...]:
+    """The version of a tensor, and the items of a list or a dictionary."""
+    if isinstance(value, torch.Tensor):
+        return (value._version,)
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    return tuple(value) if isinstance(value, list | tuple) else ()
+
+
+def _is_unchanged(before: tuple[object, ...], now: tuple[object, ...]) -> bool:
+    """Whether an attribute and its items are the same objects, or equal numbers or text."""
+    return len(before) == len(now) and all(map(_is_same, before, now))
+
+
+def _is_same(one: object, other: object) -> bool:
+    is_plain = type(one) is type(other) and isinstance(one, int | float | str)
+    return one is other or (is_plain and one == other)
 
 
 def _norms_of_terms(rows: torch.Tensor) -> torch.Tensor:

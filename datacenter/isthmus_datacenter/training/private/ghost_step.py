@@ -56,8 +56,10 @@ _ROUNDED = 2.0**-8
 """Largest share of the bound that rounding may add to an example's clipped gradient."""
 _NEGLIGIBLE = 1e-6
 """Share of the squared norm of all parameters."""
-_SCALES = (2.0**-20, 2.0**20)
-"""Factors of a loss in proportion to which all gradients must be: powers of two round nothing."""
+_SCALES = (2.0**-20, 2.0**20, 2.0**60)
+"""Factors of a loss in proportion to which all gradients must be: powers of two round nothing.
+
+The largest is for limits that no compared example reaches, and an outlier does."""
 _GRADIENT = "the gradient of parameter"
 _IN_PLACE_OF_ZERO = 0.02
 """Standard deviation of the numbers that `check` has in place of zeros."""
@@ -95,7 +97,7 @@ class GhostForwardBackward(PrivateForwardBackward):
         # for a few of them would take nearly as long as the first.
         self._at_once = math.ceil(section.batch_size + 2 * math.sqrt(section.batch_size))
         self._steps = 0
-        self._reference = Reference(task, self.model)
+        self._reference = Reference(self.model)
         self._spare: ExampleGroup | None = None
         """The first example, which `Reference` has, and which a rank without examples passes
         through the model, with nothing of it in the sum."""
@@ -123,6 +125,7 @@ class GhostForwardBackward(PrivateForwardBackward):
         Raises:
             TaskError: they would be, or are not finite.
         """
+        self._check_hooks()
         # Gathering parameters takes all ranks, and a rank may have drawn fewer examples than
         # others.
         self._spare = ExampleGroup(group.one, [each[:1].clone() for each in group.tensors])
@@ -140,6 +143,24 @@ class GhostForwardBackward(PrivateForwardBackward):
                 self._check_isolation(group, state)
                 self._check_reference()
             state.check()
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks of parameters, which get the sum of a step before it has its noise.
+
+        One that leaves out sums that are too long would let one example decide about all others.
+
+        Raises:
+            TaskError: a parameter has one.
+        """
+        if self._sharded:  # whose parameters are others, and were looked at before
+            return
+        for name, each in self._trained().items():
+            if each._backward_hooks or each._post_accumulate_grad_hooks:
+                raise TaskError(
+                    f"parameter {name!r} has a hook on its gradient, which would get the sum of a "
+                    "step without the noise of differential privacy; remove the hook, freeze what "
+                    "should not be trained, and change gradients in the optimizer"
+                )
 
     def _check_reference(self) -> None:
         """Compute the first example again, after whatever there was since. All ranks do it."""
@@ -195,8 +216,10 @@ class GhostForwardBackward(PrivateForwardBackward):
         expected = self._scaled_squares(one, two, 1.0)
         total = sum(expected.values())
         for factor in _SCALES:
-            for name, found in self._scaled_squares(one, two, factor).items():
-                square = expected[name]
+            scaled = self._scaled_squares(one, two, factor)
+            for name in {**expected, **scaled}:
+                square = expected.get(name, 0.0)
+                found = scaled.get(name, 0.0)
                 # Also what is not finite any more is not in proportion.
                 if not abs(found / factor**2 - square) <= _TOLERANCE * square + _NEGLIGIBLE * total:
                     raise TaskError(
@@ -348,6 +371,7 @@ class GhostForwardBackward(PrivateForwardBackward):
                 part.masked_fill_(zeros, 0)
 
     def _set_gradients(self, batch: Any) -> None:
+        self._check_hooks()
         parts = [(group.one, rows) for group in batch for rows in group.parts(self._at_once)]
         compared = compares(self._steps)
         self.shard.reshard()

@@ -183,7 +183,13 @@ class DeviceQuestions:
         # All groups are unmasked or none. If some were, and were too few, their devices could take
         # part in no other sum of this model but exactly the same one.
         gate = UnmaskingGate(self._context.unmaskings, len(sums), needed)
-        results, receipts = await GroupedAttempt(sums, {}, gate, needed).results()
+        attempt = GroupedAttempt(sums, {}, gate, needed)
+        try:
+            results, receipts = await attempt.results()
+        except AttemptFailed:
+            if attempt.has_sum:
+                self.note_refused(question.run_id, question.number, question.attempt)
+            raise
         groups = {
             group: (result.pseudo_gradient, int(result.training["examples"]))
             for group, result in results.items()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.datacenter.task_models import Decoder
 from tests.datacenter.tasks import Gpt, Masked, Pictures, Table, cross_entropy
+from tests.privacy.dp_sgd.test_kept_state import Levelled
 from tests.privacy.dp_sgd.test_private_gradients import Tied, one_by_one
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -410,6 +411,8 @@ class Mode(nn.Module):
 
 
 class SeldomInMode(nn.Module):
+    """A large value sets the mode of a layer for a call."""
+
     def __init__(self):
         super().__init__()
         self.mode, self.head = Mode(), nn.Linear(6, 3)
@@ -421,16 +424,60 @@ class SeldomInMode(nn.Module):
         return self.head(hidden)
 
 
+class SmallMode(nn.Module):
+    """Adds little to its input, with a factor that is set for the time of a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((6,), 1e-7))
+        self.more = 1.0
+
+    def forward(self, values):
+        return values + values * self.factor * self.more
+
+
+class SeldomInSmallMode(SeldomInMode):
+    def __init__(self):
+        super().__init__()
+        self.mode = SmallMode()
+
+
+class SmallModes(SmallMode):
+    def __init__(self):
+        super().__init__()
+        self.modes = {"more": 1.0}
+
+    def forward(self, values):
+        return values + values * self.factor * self.modes["more"]
+
+
+class SeldomInSmallModes(nn.Module):
+    """A large value sets an item of an attribute of a layer for a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.mode, self.head = SmallModes(), nn.Linear(6, 3)
+
+    def forward(self, values):
+        large = values.abs().amax(1, keepdim=True) > 10
+        self.mode.modes["more"] = torch.where(large, 1000.0, 1.0)
+        hidden = self.mode(values)
+        self.mode.modes["more"] = 1.0
+        return self.head(hidden)
+
+
 class Depth(nn.Module):
     """Leaves its factor out at times, by random numbers of Python or NumPy."""
 
-    def __init__(self, draw):
+    def __init__(self, draw, factor=1.0, scale=1.0):
         super().__init__()
         self.draw = draw
-        self.factor = nn.Parameter(torch.ones(6))
+        self.factor = nn.Parameter(torch.full((6,), factor))
+        self.scale = scale
 
     def forward(self, values):
-        return values if self.training and self.draw() else values + self.factor * values
+        left_out = self.training and self.draw()
+        return values if left_out else values + self.factor * (self.scale * values)
 
 
 def seldom_hooked():
@@ -462,10 +509,15 @@ SELDOM = {
         lambda values, weight: torch.func.vmap(lambda row: weight @ row)(values)
     ),
     "attribute": SeldomInMode,
+    "attribute of a small factor": SeldomInSmallMode,
+    "item of an attribute": SeldomInSmallModes,
     "hook": seldom_hooked,
     "forward of the object": seldom_replaced,
     "random numbers of Python": lambda: nn.Sequential(
         Depth(lambda: random.random() < 0.5), nn.Linear(6, 3)
+    ),
+    "random numbers for a small factor": lambda: nn.Sequential(
+        Depth(lambda: random.random() < 0, 1e-6, 1000.0), nn.Linear(6, 3)
     ),
     "random numbers of NumPy": lambda: nn.Sequential(
         Depth(lambda: np.random.rand() < 0.5), nn.Linear(6, 3)
@@ -487,6 +539,87 @@ def test_norms_that_are_wrong_for_few_examples_only_are_refused(name):
     inputs[8] = 50.0
     with pytest.raises(TaskError, match=r"clipping = 'per_example'"):
         sums_of_some(SELDOM[name], TensorDataset(inputs, target), 20)
+
+
+def spared(register):
+    """A model whose gradients are zeros if they are long; those of single examples are not."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    for each in model.parameters():
+        register(each)
+    return model
+
+
+def before_accumulation(parameter):
+    parameter.register_hook(lambda each: torch.where(each.norm() > 3, 0, each))
+
+
+def after_accumulation(parameter):
+    def spare(parameter):
+        if parameter.grad.norm() > 3:
+            parameter.grad.zero_()
+
+    parameter.register_post_accumulate_grad_hook(spare)
+
+
+@pytest.mark.parametrize("register", [before_accumulation, after_accumulation])
+def test_hooks_of_parameters_that_no_single_example_meets_are_refused(register):
+    """They get the sum of a step: one more example would change it by 10 bounds."""
+    data = TensorDataset(torch.rand(40, 6) * 0.1 + 0.5, torch.zeros(40).long())
+    with pytest.raises(TaskError, match=r"parameter '0.weight' has a hook on its gradient"):
+        ghost_sum(Table({}), spared(register), data, 0.3)
+
+
+class Gated(nn.Module):
+    """Multiplies by its input, and limits the gradient before that to what is usual."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.limit = limit
+
+    def forward(self, values):
+        hidden = self.inner(values.clamp(-1, 1)).tanh()
+        hidden = limited(hidden, lambda each: each.clamp(-self.limit, self.limit))
+        return hidden[:, :3] * values[:, :3]
+
+
+@pytest.mark.parametrize("limit", [1e3, 1e7, 1e12])
+def test_limits_of_gradients_that_only_an_outlier_meets_are_refused(limit):
+    """Its scaled gradient is not limited: with 1e12 as a value it added 100,000 bounds."""
+    data = TensorDataset(torch.rand(4, 6), torch.arange(4) % 3)
+    with pytest.raises(TaskError, match="is not in proportion to the loss"):
+        ghost_sum(Table({}), Gated(limit), data, 0.3)
+
+
+class MaskGuard(nn.Module):
+    """Subtracts the mean of a batch if a mask is true anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        values, mask = inputs
+        return self.head(values - values.mean(0) if mask.any() else values)
+
+
+def test_a_guard_that_looks_at_a_mask_of_the_batch_is_refused():
+    """No example that is compared has one."""
+    task = Table({})
+    task.inputs_and_target = lambda batch: (batch[:2], batch[2])
+    data = TensorDataset(torch.rand(4, 6), torch.zeros(4, 6).bool(), torch.arange(4) % 3)
+    with pytest.raises(TaskError, match="changes with the other examples of its batch"):
+        ghost_sum(task, MaskGuard(), data, 0.3)
+
+
+def test_what_collate_keeps_and_forward_uses_is_refused():
+    """Nothing of it changes within a step: the examples have been read before."""
+    task = Levelled({"mean": torch.zeros(6)}, uses=True)
+    source = SampledExamples(task, task.rows(40, seed=3), range(40), 0.2, CPU)
+    steps = forward_backward(task, task.model())
+    steps.check(source.check(range(4))[0])
+    with pytest.raises(TaskError, match=r"what collate\(\) or the dataset keeps"):
+        steps.run(next(source.batches(0, 1)), 1.0, lambda: ControlSignal.CONTINUE)
 
 
 def dropping(task):

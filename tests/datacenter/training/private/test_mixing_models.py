@@ -123,6 +123,7 @@ def test_without_the_check_examples_change_others(monkeypatch, name, method, bat
         monkeypatch.setattr(module.ComputedBefore, "compare", lambda _: None)
         monkeypatch.setattr(module.Reference, "check", lambda *_: None)
         monkeypatch.setattr(module, "KeptState", Unchecked)
+    monkeypatch.setattr(ghost_step.GhostForwardBackward, "_check_hooks", lambda *_: None)
     # What is not finite would be kept, and be all that is left.
     monkeypatch.setattr(isolation, "_NOT_FINITE", ())
     # What is kept between its passes also shows there.
