@@ -29,7 +29,7 @@ import isthmus_datacenter.parallel.optimizer
 import isthmus_datacenter.training.engine
 from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus.system.process import return_freed_memory
+from isthmus.system.process import keep_freed_memory, return_freed_memory
 from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model, losses
 from isthmus.tensors.exchange_set import TensorLayout
@@ -100,6 +100,33 @@ def trained_units(rank: int, operation: Operation) -> list[str]:
         for name, module in stage.named_modules()
         if isinstance(module, FSDPModule)
     ]
+
+
+def memory_returned(rank: int, operation: Operation, large: bool, without: str) -> list[float]:
+    """Train as a large model or a small one, after every second of many small blocks was freed.
+
+    `without` is a module that returns no memory. The share of what was freed that this process had
+    returned to the kernel before the round, and after it.
+    """
+    open_command, command, state = operation
+    least = 0 if large else 1 << 40
+    try:
+        with (
+            mock.patch.object(isthmus_datacenter.training.engine, "_LARGE_BYTES", least),
+            mock.patch.object(host_messages, "TRIMMED_BYTES", 0),
+            mock.patch(f"{without}.trim_freed_memory"),
+        ):
+            engine = build_engine(rank, open_command, state)
+            blocks = [torch.ones(32 << 10, dtype=torch.uint8) for _ in range(4096)]
+            whole = _status("RssAnon")
+            freed = sum(each.nbytes for each in blocks[::2])
+            del blocks[::2]
+            before = whole - _status("RssAnon")
+            _train(engine, command)
+            after = whole - _status("RssAnon")
+        return [before / freed, after / freed]
+    finally:
+        keep_freed_memory()  # the ranks stay warm
 
 
 def train_interrupted(rank: int, operation: Operation, step: int) -> dict[str, object]:

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 
 from isthmus.errors import TaskError
 from isthmus.task.scoring.recomputation import recompute
-from isthmus_datacenter.parallel.host_messages import send_without_overlap
+from isthmus_datacenter.parallel.host_messages import FreedActivations, send_without_overlap
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,6 +44,7 @@ def apply_zero_stage(
     mesh: DeviceMesh,
     *,
     is_last_stage: bool,
+    freed: FreedActivations | None = None,
 ) -> None:
     """Apply `fully_shard` to the units of a pipeline stage and then to the stage itself.
 
@@ -56,6 +57,8 @@ def apply_zero_stage(
 
     With `shard_groups`, stages 1 to 3 have a mesh (replicate, shard), too: each group has all
     shards, and gathers among its own ranks (hybrid sharding, HSDP).
+
+    `freed` returns freed activations on processors; None keeps them for the next step.
     """
     dtype = _DTYPES.get(dims.precision)
     data_mesh = dims.data_mesh(mesh)
@@ -73,13 +76,19 @@ def apply_zero_stage(
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, output_dtype),
             offload_policy=_offload(dims, mesh),
         )
-        _choose_messages(module, dims, mesh)
+        _choose_messages(module, dims, mesh, freed)
 
 
-def shard_experts(experts: Sequence[nn.Module], dims: ParallelDims, mesh: DeviceMesh) -> None:
+def shard_experts(
+    experts: Sequence[nn.Module],
+    dims: ParallelDims,
+    mesh: DeviceMesh,
+    *,
+    freed: FreedActivations | None = None,
+) -> None:
     """Apply `fully_shard` to experts that are divided, on the mesh of those (`expert_mesh`).
 
-    Called before the units that contain them.
+    Called before the units that contain them, with the same `freed`.
     """
     dtype = _DTYPES.get(dims.precision)
     reduce_dtype = None if dtype is None else torch.float32
@@ -92,13 +101,15 @@ def shard_experts(experts: Sequence[nn.Module], dims: ParallelDims, mesh: Device
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False),
             offload_policy=_offload(dims, mesh),
         )
-        _choose_messages(module, dims, mesh)
+        _choose_messages(module, dims, mesh, freed)
 
 
-def _choose_messages(module: nn.Module, dims: ParallelDims, mesh: DeviceMesh) -> None:
+def _choose_messages(
+    module: nn.Module, dims: ParallelDims, mesh: DeviceMesh, freed: FreedActivations | None
+) -> None:
     if not dims.overlaps_messages(mesh.device_type):
         assert isinstance(module, FSDPModule)
-        send_without_overlap(module)
+        send_without_overlap(module, freed)
 
 
 def _offload(dims: ParallelDims, mesh: DeviceMesh) -> OffloadPolicy:

@@ -56,6 +56,7 @@ from isthmus_datacenter.parallel.gradient_check import (
     in_training,
     record_gradients,
 )
+from isthmus_datacenter.parallel.host_messages import FreedActivations
 from isthmus_datacenter.parallel.model_shard import (
     GradientAllReduce,
     ModelShard,
@@ -101,7 +102,7 @@ def parallelize(
     smallest_unit: int = SMALLEST_UNIT,
     backend: Any = "inductor",
     compared: bool = True,
-    gathers_parts: bool = False,
+    saves_memory: bool = False,
 ) -> ModelShard:
     """Build this rank's shard of the model, on the device. All ranks call this together.
 
@@ -120,7 +121,8 @@ def parallelize(
         compared: whether a partitioned model is compared with the whole one. Tensors without values
             cannot be; what is made of them is not to be trained. What the stages of a pipeline take
             for the sample is in the result then.
-        gathers_parts: whether large layers of a block are gathered one by one where they may be.
+        saves_memory: whether memory matters more than time: large layers of a block are gathered
+            one by one where they may be, and freed memory is returned in the backward pass.
 
     Raises:
         TaskError: the model cannot be distributed like this, and what to do about it.
@@ -148,7 +150,7 @@ def parallelize(
     with _agreed(unfilled):
         # A pipeline's stages call all their blocks, as was compared with the whole model.
         if fully_shards and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
-            parts = gathers_parts and unfilled is not None and _may_gather_parts(dims, device)
+            parts = saves_memory and unfilled is not None and _may_gather_parts(dims, device)
             shared_calls = _units_of_every_batch(
                 model, task_units, smallest_unit, try_batch, experts, parts=parts
             )
@@ -181,6 +183,7 @@ def parallelize(
     if dims.needs_fully_shard and not fully_shards:
         assert mesh is not None
         all_reduce = GradientAllReduce(mesh.get_group("replicate"))
+    freed = FreedActivations() if saves_memory else None
     reductions: list[Reductions] = []
     for index, stage in own_stages.items():
         if task_units is None:
@@ -227,8 +230,9 @@ def parallelize(
             if shared_calls is not None:
                 units = units_in_stage(stage, shared_calls.units)
             if expert_mesh is not None:
-                shard_experts(own_experts, dims, expert_mesh)
-            apply_zero_stage(stage, units, dims, mesh, is_last_stage=index == dims.stages - 1)
+                shard_experts(own_experts, dims, expert_mesh, freed=freed)
+            is_last = index == dims.stages - 1
+            apply_zero_stage(stage, units, dims, mesh, is_last_stage=is_last, freed=freed)
             if shared_calls is not None:
                 CallOrder(stage, shared_calls)
         if expert_calls is not None:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from isthmus.errors import TaskError, UserError
 from isthmus.job import Job
-from isthmus.system.process import return_freed_memory
+from isthmus.system.process import return_freed_memory, trim_freed_memory
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.definition import defines
 from isthmus.task.made_optimizers import made_by
@@ -321,6 +321,15 @@ class Engine:
         if self._saves_memory():
             return_freed_memory(_RETURNED_BYTES)
 
+    def trim_memory(self) -> None:
+        """Return what was freed to the kernel, where memory matters more than time.
+
+        Steps leave room between blocks that stay: that of activations and gradients which are too
+        small to be returned at once.
+        """
+        if self._saves_memory():
+            trim_freed_memory()
+
     def _saves_memory(self) -> bool:
         """Whether a model is sharded for which memory matters more than time."""
         return self.dims.needs_fully_shard and self.layout.nbytes >= _LARGE_BYTES
@@ -410,7 +419,7 @@ class Engine:
                 sample=self._sample,
                 try_batch=self._try_batch,
                 unfilled=unfilled,
-                gathers_parts=self._saves_memory(),
+                saves_memory=self._saves_memory(),
             )
 
     def _sample(self) -> Any:

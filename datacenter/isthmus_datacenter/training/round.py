@@ -120,6 +120,8 @@ class _Round:
             with profile.host_time("evaluation"):
                 evaluation = engine.evaluator.run(engine.forward_backward, engine.coordinates.data)
                 engine.shard.check_structure()
+        # Before others need memory for the result: nothing is trained until they have it.
+        engine.trim_memory()
         if command.result is not None:
             with profile.host_time("exchange"):
                 store_shards(Path(command.result), engine.layout, engine.shard)
