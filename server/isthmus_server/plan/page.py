@@ -168,6 +168,10 @@ def _facts(plan: PlannedJob) -> Iterator[tuple[str, str]]:
         yield from ((f"a device receives, {each.name}", each.text) for each in devices.received)
         yield from ((f"a device sends, {each.name}", each.text) for each in devices.sent)
         yield from ((f"{each.name} in the run", each.text) for each in devices.run)
+    if plan.timed is not None:
+        yield from ((f"duration, {each.name}", each.text) for each in plan.timed.figures)
+        if plan.timed.unknown:
+            yield "duration of a round", plan.timed.unknown
     for each in plan.sides.privacy:
         yield f"privacy of {each.name}", each.text
     if not plan.sides.privacy:
@@ -257,6 +261,8 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
                 yield f"{said[0].upper()}{said[1:]}."
     if devices is not None:
         yield from (f"{note[0].upper()}{note[1:]}." for note in devices.notes)
+    if plan.timed is not None and plan.timed.note:
+        yield f"{plan.timed.note[0].upper()}{plan.timed.note[1:]}."
     yield from (f"{each[0].upper()}{each[1:]}." for each in plan.limits)
     if ranks is not None:
         yield f"{WHOLE_PRICE[0].upper()}{WHOLE_PRICE[1:]}."
