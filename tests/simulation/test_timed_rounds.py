@@ -61,6 +61,19 @@ def test_devices_are_those_of_the_run_and_others_are_asked(timed, write_task, ma
     assert sum(a == b for a, b in zip(asked, before, strict=True)) < 3
 
 
+def test_with_the_draws_of_the_run_they_take_its_time(
+    timed, write_task, make_job, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("isthmus_simulation.timed_rounds._OTHER_DRAWS", 0)
+    lossy = (*SPREAD, "federated.over_selection=1.5", "simulation.dropout=0.1")
+    rounds = timed(*lossy, rounds=15)
+    write_task()
+    train_trial(make_job(*FLEET, *lossy), tmp_path, tmp_path / "run", 15)
+    trained = log_in(tmp_path / "run").rounds
+    ends = [[each.record.elapsed for each in log] for log in (rounds, trained)]
+    assert ends[0] == pytest.approx(ends[1])
+
+
 def test_over_selection_ends_a_round_with_the_fastest(timed):
     over = (*SPREAD, "federated.over_selection=2")
     slow, fast = timed(*SPREAD), timed(*over)
