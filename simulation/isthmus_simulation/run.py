@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -162,7 +162,7 @@ class Simulation:
             await stack.enter_async_context(observers.serving())
             await stack.enter_async_context(observers.watching(store, events, job.name))
             stack.enter_context(errors_of_devices_once())
-            fleet = fleet_of(job, store.directory, self._crew or self._forks())
+            fleet = fleet_of(job, store.directory, self._profile, self._crew or self._forks())
             stack.enter_context(contextlib.closing(fleet))
             population = Population(job, link, fleet, self._host)
             events.whole_population = population.is_whole
@@ -192,6 +192,10 @@ class Simulation:
     def _host(self, fleet: VirtualFleet, index: int) -> VirtualHost:
         """What runs the task of the device with a number."""
         return VirtualHost(fleet, fleet.participant(index))
+
+    def _profile(self, index: int) -> DeviceProfile:
+        """Speed and reliability of the device with a number."""
+        return DeviceProfile.drawn(self.store.job.simulation, self.store.job.seed, index)
 
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
         """Called before the run begins, for what watches it; here nothing does."""
@@ -276,13 +280,15 @@ def gpus_of(job: Job) -> list[str]:
     return [choice] if ":" in choice else [f"cuda:{number}" for number in range(present.cuda)]
 
 
-def fleet_of(job: Job, directory: Path, crew: Crew | None = None) -> VirtualFleet:
+def fleet_of(
+    job: Job, directory: Path, profile: Callable[[int], DeviceProfile], crew: Crew | None = None
+) -> VirtualFleet:
     """The simulated devices of a job; `directory` is the run's."""
     section = job.simulation
     return VirtualFleet(
         section.population(job.federated),
         mode=section.training,
-        profile=lambda index: DeviceProfile.drawn(section, job.seed, index),
+        profile=profile,
         folder=directory / "devices",
         processes=section.processes or len(os.sched_getaffinity(0)),
         crew=crew,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,10 +31,12 @@ class Trial(Simulation):
         parts.events.subscribe(self._end_after_the_last)
 
     def _end_after_the_last(self, event: Event) -> None:
-        if self.last_round is None or not isinstance(event, RoundCommitted):
-            return
-        if event.record.round >= self.last_round:
+        if isinstance(event, RoundCommitted) and self._is_last(event.record.round):
             self.leave()
+
+    def _is_last(self, round_: int) -> bool:
+        """Whether it ends after a round."""
+        return self.last_round is not None and round_ >= self.last_round
 
 
 def train_trial(job: Job, base: Path, directory: Path, rounds: int) -> None:
@@ -48,19 +51,32 @@ def train_trial(job: Job, base: Path, directory: Path, rounds: int) -> None:
     Raises:
         UserError: the job cannot be simulated, or its training failed.
     """
+
+    def make() -> Trial:
+        trial = Trial.new(job, base, directory)
+        trial.last_round = rounds
+        return trial
+
+    run_apart(make)
+
+
+def run_apart(make: Callable[[], Trial]) -> None:
+    """Make a trial and run it, in a thread of its own: a notebook has a loop in this one already.
+
+    Raises:
+        UserError: the job cannot be simulated, or its training failed.
+    """
     threads = torch.get_num_threads()
-    # In a thread of its own: a notebook has a loop in this one already.
     with ThreadPoolExecutor(1, thread_name_prefix="trial") as apart:
         try:
-            apart.submit(_train, job, base, directory, rounds).result()
+            apart.submit(_run, make).result()
         finally:
             torch.set_num_threads(threads)
 
 
-def _train(job: Job, base: Path, directory: Path, rounds: int) -> None:
+def _run(make: Callable[[], Trial]) -> None:
     """All of it: a store is used in the thread that has opened it."""
-    trial = Trial.new(job, base, directory)
-    trial.last_round = rounds
+    trial = make()
     with (
         contextlib.suppress(asyncio.CancelledError),  # that is how a run leaves
         asyncio.Runner(loop_factory=VirtualTimeLoop) as runner,

@@ -2,8 +2,9 @@
 
 Other packages than the server's compute their parts, and `isthmus plan` puts them together. Each is
 a module-level function of the entry-point group `PLANS`: `datacenter`, called as
-`plan_ranks(job, task, base, ranks, question) -> PlannedRanks`, and `simulation`, called as
-`train_trial(job, base, directory, rounds)`, which leaves a run in the directory.
+`plan_ranks(job, task, base, ranks, question) -> PlannedRanks`; `simulation`, called as
+`train_trial(job, base, directory, rounds)`, which leaves a run in the directory; and `timing`,
+called as `time_rounds(job, base, directory, rounds, seconds)`, whose devices train nothing.
 
 >>> Figure("update", 128, "bytes", EXACT).text
 '128 bytes (exact)'

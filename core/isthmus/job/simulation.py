@@ -20,7 +20,7 @@ Megabits = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SimulationSection(Section):
-    """Simulated devices; only `isthmus simulate` reads this table.
+    """Simulated devices; only `isthmus simulate` and `isthmus plan` read this table.
 
     Durations are those of a simulated clock, on which `time` and `federated.hours` count too.
     """

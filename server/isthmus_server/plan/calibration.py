@@ -199,9 +199,12 @@ class PlanError:
     @property
     def text(self) -> str:
         """The figure, the measurement and the error in words."""
-        ends = dict.fromkeys((f"{self.least:,.0f}", f"{self.most:,.0f}"))
+        ends = dict.fromkeys((self._shown(self.least), self._shown(self.most)))
         said = "as planned" if not self.error else f"off by {self.error:+.1%}"
         return (
-            f"{self.name}: {' to '.join(ends)} {self.unit} planned, {self.measured:,.0f} measured, "
-            f"{said}"
+            f"{self.name}: {' to '.join(ends)} {self.unit} planned, {self._shown(self.measured)} "
+            f"measured, {said}"
         )
+
+    def _shown(self, value: float) -> str:
+        return f"{value:,.0f}" if self.unit == "bytes" else f"{value:.4g}"

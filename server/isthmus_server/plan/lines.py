@@ -13,6 +13,7 @@ from isthmus_server.plan.compared_layouts import (
 )
 from isthmus_server.plan.devices import PlannedDevices
 from isthmus_server.plan.planned_job import PlannedJob
+from isthmus_server.plan.timed_rounds import TimedRounds
 from isthmus_server.plan.trials import Trials
 
 WHERE_RATE = (
@@ -36,7 +37,7 @@ def lines_of(plan: PlannedJob) -> list[str]:
     if plan.sides.datacenter is not None:
         found += _of_ranks(plan, plan.sides.datacenter)
     if plan.sides.devices is not None:
-        found += _of_devices(plan.sides.devices)
+        found += _of_devices(plan.sides.devices, plan.timed)
     found += ["", "privacy"]
     found += _named(plan.sides.privacy) or ["  none is promised: the job has no noise"]
     found += ["", "cost"]
@@ -115,8 +116,9 @@ def _of_layout(plan: PlannedJob, layout: PlannedLayout) -> list[str]:
     return found
 
 
-def _of_devices(devices: PlannedDevices) -> list[str]:
-    return ["", "devices", *(f"  {name:<10} {text}" for name, text in devices.lines())]
+def _of_devices(devices: PlannedDevices, timed: TimedRounds | None) -> list[str]:
+    found = devices.lines() + ([] if timed is None else timed.lines())
+    return ["", "devices", *(f"  {name:<10} {text}" for name, text in found)]
 
 
 def _of_trials(trials: Trials) -> list[str]:

@@ -175,6 +175,10 @@ def _facts(plan: PlannedJob) -> Iterator[tuple[str, str]]:
         yield from ((f"a device receives, {each.name}", each.text) for each in devices.received)
         yield from ((f"a device sends, {each.name}", each.text) for each in devices.sent)
         yield from ((f"{each.name} in the run", each.text) for each in devices.run)
+    if plan.timed is not None:
+        yield from ((f"duration, {each.name}", each.text) for each in plan.timed.figures)
+        if plan.timed.unknown:
+            yield "duration of a round", plan.timed.unknown
     for each in plan.sides.privacy:
         yield f"privacy of {each.name}", each.text
     if not plan.sides.privacy:
@@ -259,6 +263,8 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
         yield from _sentences(note, plan.which_ranks)
     if devices is not None:
         yield from _sentences(*devices.notes)
+    if plan.timed is not None:
+        yield from _sentences(plan.timed.note)
     yield from _sentences(*plan.limits)
     if ranks is not None:
         yield from _sentences(WHOLE_PRICE)

@@ -26,6 +26,7 @@ from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.sides import Sides
 from isthmus_server.plan.step_time import GpuNodes, assumptions, peak_of, step_time
 from isthmus_server.plan.step_time import figures as figures_of_step
+from isthmus_server.plan.timed_rounds import TimedRounds
 from isthmus_server.plan.trials import Trials, policies_of
 from isthmus_server.strategy.loading import load_policy
 
@@ -40,12 +41,16 @@ class PlannedJob:
     changes: list[ChangedPlan]
     calibration: Calibration | None
     """None without `calibrate`."""
+    timed: TimedRounds | None
+    """Federated rounds that were timed; None for a job without devices."""
     trials: Trials | None
     """None without `trial`."""
 
     @classmethod
     def of(cls, job: Job, task: Task, base: Path, options: PlanOptions) -> Self:
         """Compute it; nothing is trained but what `measure` and `trial` ask for.
+
+        Federated rounds are timed if the job has speeds of devices.
 
         Args:
             job: the job.
@@ -80,19 +85,23 @@ class PlannedJob:
             _refuse_about_ranks(options, job, ranks)
         changes = [ChangedPlan.of("as it is", {}, sides)]
         changes += changed_plans(job, task, base, ranks, sides, on_gpus=options.on_gpus)
+        regimes = possible_regimes(job, load_policy(job.strategy), datacenter=bool(ranks))
+        timed = None
+        if sides.devices is not None:
+            parameters = int(sides.devices.memory[0].value)
+            mixed = any(kind != "federated" for kind in regimes)
+            timed = TimedRounds.of(job, base, parameters, mixed=mixed)
         trials = None
         if options.trial is not None:
-            names = options.policies
-            if not names:
-                regimes = possible_regimes(job, load_policy(job.strategy), datacenter=bool(ranks))
-                names = tuple(policies_of(job, regimes, datacenter=bool(ranks)))
-            trials = Trials.of(job, base, names, options.trial, ranks)
+            names = options.policies or policies_of(job, regimes, datacenter=bool(ranks))
+            trials = Trials.of(job, base, names, options.trial, ranks, timed)
         return cls(
             job=job,
             options=options,
             sides=sides,
             changes=changes,
             calibration=calibration,
+            timed=timed,
             trials=trials,
         )
 
@@ -258,6 +267,8 @@ class PlannedJob:
         received = _ranged(devices.received)
         sent = _ranged(devices.sent)
         planned = {"to a device in a round": received, "from a device in a round": sent}
+        if self.timed is not None and self.timed.seconds:
+            planned["federated round"] = self.timed.median
         measured = self.calibration.measured
         return [
             PlanError.of(figure, measured[name])
@@ -283,7 +294,7 @@ class PlannedJob:
             "job": self.job.name,
             "rounds": self.job.rounds,
             "datacenter": None if ranks is None else self._ranks_json(ranks),
-            "devices": None if devices is None else devices.to_json(),
+            "devices": None if devices is None else devices.to_json() | self._timed_json(),
             "privacy": [each.to_json() for each in self.sides.privacy],
             "cost": [each.to_json() for each in self.sides.cost],
             "limits": self.limits,
@@ -291,6 +302,12 @@ class PlannedJob:
             "calibration": calibration,
             "changes": [each.to_json() for each in self.changes],
         }
+
+    def _timed_json(self) -> dict[str, Any]:
+        timed = self.timed
+        assert timed is not None
+        figures = [each.to_json() for each in timed.figures]
+        return {"duration": figures, "duration_note": timed.unknown or timed.note}
 
     def _ranks_json(self, ranks: PlannedRanks) -> dict[str, Any]:
         return {

@@ -81,10 +81,11 @@ def simulated_log(train: TrainTrial, job: Job, base: Path, scratch: Path, rounds
     except UserError:
         _check_target(job, directory)
         raise
-    return _log_in(directory)
+    return log_in(directory)
 
 
-def _log_in(directory: Path) -> RoundLog:
+def log_in(directory: Path) -> RoundLog:
+    """The log of the run in a directory."""
     with contextlib.closing(Store.open(directory)) as store:
         return RoundLog.of(store)
 
@@ -99,7 +100,7 @@ def _check_target(job: Job, directory: Path) -> None:
     if target is None:
         return
     try:
-        rounds = _log_in(directory).rounds
+        rounds = log_in(directory).rounds
     except UserError:  # it had not begun
         return
     known = {name for each in rounds for name in each.record.metrics}

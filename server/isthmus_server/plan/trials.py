@@ -13,13 +13,14 @@ from typing import Any, Self
 from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
 from isthmus_server.plan.replayed_policy import RoundFacts, with_policy
-from isthmus_server.plan.round_log import RoundLog, shown_metric
+from isthmus_server.plan.round_log import LoggedRound, RoundLog, shown_metric, usual_rounds
 from isthmus_server.plan.simulated_log import (
     UnknownTarget,
     refuse_private,
     simulated_log,
     train_trial,
 )
+from isthmus_server.plan.timed_rounds import TimedRounds
 from isthmus_server.plan.what_if import Alternative, alternative, curves_of, facts_of
 from isthmus_server.strategy.learning_curves import LEAST_EVALUATED, LearningCurves
 from isthmus_server.strategy.policy import Kind
@@ -68,7 +69,15 @@ class Trials:
     have as many examples, or there are none."""
 
     @classmethod
-    def of(cls, job: Job, base: Path, names: Sequence[str], rounds: int, ranks: int) -> Self:
+    def of(
+        cls,
+        job: Job,
+        base: Path,
+        names: Sequence[str],
+        rounds: int,
+        ranks: int,
+        timed: TimedRounds | None = None,
+    ) -> Self:
         """Train them.
 
         Args:
@@ -77,6 +86,7 @@ class Trials:
             names: of the policies.
             rounds: that each is trained for.
             ranks: of the planned datacenter; 0 for none.
+            timed: federated rounds of the job, which say more of durations than a few trained ones.
 
         Raises:
             UserError: nothing can be trained or evaluated, with the reason.
@@ -106,7 +116,7 @@ class Trials:
             reason = next(iter(failed.values()), "the task has no held-out metrics: eval_data()")
             raise UserError(f"the trial says nothing of quality: {reason}")
         curves = curves_of(every, [shown, "loss"] if "loss" in seen else [shown])
-        facts = facts_of(every, shown)
+        facts = _with_durations(facts_of(every, shown), timed, every)
         tried = [
             _forecast(job, name, each, facts, curves, shown, rounds) for name, each in logs.items()
         ]
@@ -199,6 +209,42 @@ def _seeded(job: Job, policy: str, seed: int) -> Job:
         UserError: it cannot have the policy.
     """
     return with_changes(with_policy(job, policy), {"seed": seed})
+
+
+def _with_durations(
+    facts: RoundFacts, timed: TimedRounds | None, logs: Sequence[RoundLog]
+) -> RoundFacts:
+    """The facts with what timed rounds say of durations, where devices take part in a round.
+
+    Rounds of other cohorts, and those in which devices wait for the datacenter's gradient, keep the
+    mean of those that were trained.
+    """
+    if timed is None or not timed.seconds:
+        return facts
+    every = [each for log in logs for each in log.rounds]
+    seconds = dict(facts.seconds)
+    for kind in seconds:
+        rounds = usual_rounds(every, kind)
+        plan = rounds[0].plan
+        job = logs[0].job
+        if plan.regime == "datacenter" or plan.cohort not in (None, job.federated.cohort):
+            continue
+        if plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer":
+            continue
+        datacenter = statistics.fmean(_seconds_of_datacenters(each) for each in rounds)
+        evaluation = statistics.fmean(_seconds_of_evaluation(each) for each in rounds)
+        seconds[kind] = timed.mean_with(datacenter) + evaluation
+    return dataclasses.replace(facts, seconds=seconds)
+
+
+def _seconds_of_datacenters(round_: LoggedRound) -> float:
+    receipts = round_.record.receipts
+    return max((each.seconds for each in receipts if each.regime == "datacenter"), default=0.0)
+
+
+def _seconds_of_evaluation(round_: LoggedRound) -> float:
+    evaluation = round_.record.evaluation
+    return 0.0 if evaluation is None else evaluation.seconds
 
 
 def _forecast(

@@ -11,7 +11,6 @@ all other devices contributed, and guesses each coin.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -28,13 +27,12 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.task_host import TrainingResult
-from isthmus_clients.training.local_run import pieces
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.clipping import norm_of
 from isthmus_server.regimes.base import AttemptSpec, FederatedResult
 from isthmus_server.regimes.federated import updates_in
 from isthmus_simulation.audit.directions import SpreadDirections
-from isthmus_simulation.devices.device import VirtualHost
+from isthmus_simulation.devices.device import MadeUpHost, VirtualHost
 from isthmus_simulation.devices.fleet import VirtualFleet
 from isthmus_simulation.run import Simulation
 
@@ -258,20 +256,8 @@ def _mixing(coefficients: object, rows: int) -> torch.Tensor:
     return mixing
 
 
-class CanaryHost(VirtualHost):
+class CanaryHost(MadeUpHost):
     """The task of a canary device, which gives an update of the auditor's choice."""
-
-    trains = False
-
-    def __init__(
-        self,
-        fleet: VirtualFleet,
-        participant: Participant,
-        update: Callable[[link_pb2.TrainLocal], torch.Tensor],
-    ) -> None:
-        """`update` gives what it sends (N) in a round."""
-        super().__init__(fleet, participant)
-        self._update = update
 
     def open(self, work: link_pb2.OpenRun) -> int:
         """See `TaskHost.open`; no data are loaded."""
@@ -280,16 +266,6 @@ class CanaryHost(VirtualHost):
             self._run_id = work.run_id
             self.run = self._fleet.open(work, self._participant).shared
             return self.run.examples
-
-    def train(
-        self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
-    ) -> TrainingResult:
-        """See `TaskHost.train`."""
-        assert self.run is not None
-        result, *_ = pieces(self.run.layout, payload)
-        self.run.layout.decode(result).copy_(self._update(work))
-        weight = self.run.job.federated.weight(self.run.examples)
-        return link_pb2.Trained(examples=weight, steps=1), result
 
 
 class OtherHost(VirtualHost):
@@ -336,7 +312,10 @@ class DeviceAudit(Simulation):
         participant = fleet.participant(index)
         if index < self.canaries.own:
             return OtherHost(fleet, participant, self.canaries)
-        update = functools.partial(self.canaries.update, index)
+
+        def update(work: link_pb2.TrainLocal, vector: torch.Tensor) -> None:
+            vector.copy_(self.canaries.update(index, work))
+
         return CanaryHost(fleet, participant, update)
 
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:

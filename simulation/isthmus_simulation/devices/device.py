@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import ParticipantLost, TaskError
@@ -20,7 +21,7 @@ from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.task_host import InProcessHost, TrainingResult, states_key
-from isthmus_clients.training.local_run import DeviceRun
+from isthmus_clients.training.local_run import DeviceRun, pieces
 from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_privacy.compression.sum_codecs import sum_codec
 from isthmus_simulation.devices.fleet import FleetRun, VirtualFleet
@@ -93,6 +94,33 @@ class VirtualHost(InProcessHost):
         """See `TaskHost.release`; a device keeps no memory between rounds."""
         super().release(request_id, accepted)
         self._spare = None
+
+
+class MadeUpHost(VirtualHost):
+    """The task of a simulated device that does not train: its update is made up."""
+
+    trains = False
+
+    def __init__(
+        self,
+        fleet: VirtualFleet,
+        participant: Participant,
+        update: Callable[[link_pb2.TrainLocal, torch.Tensor], object],
+    ) -> None:
+        """`update` fills the vector (N) that the device sends in a round."""
+        super().__init__(fleet, participant)
+        self._update = update
+
+    def train(
+        self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
+    ) -> TrainingResult:
+        """See `TaskHost.train`."""
+        assert self.run is not None
+        result, *_ = pieces(self.run.layout, payload)
+        self._update(work, self.run.layout.decode(result))
+        weight = self.run.job.federated.weight(self.run.examples)
+        # All losses are alike, so that selection by utility has only the rest to go by.
+        return link_pb2.Trained(examples=weight, steps=1, training={"loss": 1.0}), result
 
 
 class VirtualDevice(Agent):

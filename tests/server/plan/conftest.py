@@ -1,9 +1,16 @@
-"""Runs of policies, for tests of what others would have reached."""
+"""Runs of policies, for tests of what others would have reached, and few timed rounds."""
 
 import functools
 
 import pytest
 from tests.server.plan.trained_runs import JOB, train
+
+from isthmus_server.plan import timed_rounds
+
+
+@pytest.fixture(autouse=True)
+def few_timed_rounds(monkeypatch):
+    monkeypatch.setattr(timed_rounds, "ROUNDS", 6)
 
 
 @pytest.fixture

@@ -1,0 +1,176 @@
+"""The duration of federated rounds in a plan, from rounds that train nothing."""
+
+import json
+import statistics
+
+import pytest
+from click.testing import CliRunner
+
+from isthmus_server.cli.plan import plan as plan_command
+from isthmus_server.plan import timed_rounds
+from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.plan import plan_of
+from isthmus_server.plan.simulated_log import log_in
+from isthmus_server.plan.timed_rounds import WHERE_SPEED
+from isthmus_simulation.trial import train_trial
+
+JOB = """
+name = "table"
+rounds = 40
+[task]
+source = "task.py:Learn"
+[strategy]
+policy = "federated"
+[federated]
+cohort = 4
+over_selection = 1.5
+secure_aggregation = false
+[datacenter]
+steps = 5
+batch_size = 4
+[simulation]
+clients = 20
+training = "one-by-one"
+step_seconds = 2.0
+speed_spread = 0.3
+dropout = 0.02
+"""
+ALTERNATE = ("strategy.policy=alternate", "datacenter.ranks=1")
+UNTRAINABLE = """
+def loss(self, output, target):
+    raise RuntimeError("it was trained")
+"""
+
+
+@pytest.fixture
+def job_file(write_task, tmp_path):
+    write_task()
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """Enough rounds for a mean."""
+    monkeypatch.setattr(timed_rounds, "ROUNDS", 60)
+    monkeypatch.setattr(timed_rounds, "REAL_SECONDS", 600.0)
+
+
+def planned(path, *overrides, **options):
+    return plan_of(path, overrides, PlanOptions(**options))
+
+
+def durations(plan):
+    return {each.name: each for each in plan.timed.figures}
+
+
+@pytest.mark.usefixtures("many")
+def test_a_plan_says_how_long_rounds_take_and_trains_nothing(job_file, write_task):
+    write_task(UNTRAINABLE)
+    plan = planned(job_file)
+    figures = durations(plan)
+    low, high = figures["5 % to 95 % of rounds"].value, figures["5 % to 95 % of rounds"].highest
+    # One step of 2 s on the device in the middle, of which the slowest third is not waited for.
+    assert 1.0 < low < figures["median of a round"].value < high < 6.0
+    whole = figures["all 40 rounds"]
+    assert whole.value < 40 * plan.timed.mean < whole.highest
+    assert pytest.approx(figures["updates, 5 % to 95 % of rounds"].highest, abs=0.2) == 4 / 6
+    assert plan.trained == "nothing was trained or booked"
+
+
+@pytest.mark.usefixtures("many")
+def test_the_run_of_the_job_takes_as_long(job_file, tmp_path):
+    plan = planned(job_file)
+    train_trial(plan.job, tmp_path, tmp_path / "run", 40)
+    real = log_in(tmp_path / "run").rounds[-1].record.elapsed
+    assert 40 * plan.timed.mean == pytest.approx(real, rel=0.15)
+
+
+def test_lines_json_and_page_have_the_same_figures(job_file):
+    done = CliRunner().invoke(plan_command, [str(job_file), "--json"])
+    assert done.exit_code == 0, done.output
+    devices = json.loads(done.output)["devices"]
+    plan = planned(job_file)  # with the same draws
+    assert devices["duration"] == [each.to_json() for each in plan.timed.figures]
+    assert devices["duration_note"] == "durations of rounds are at the speeds of [simulation]"
+    median = durations(plan)["median of a round"].text
+    assert f"  duration   median of a round: {median}" in plan.lines()
+    assert median in plan.html()
+    assert "Durations of rounds are at the speeds of [simulation]." in plan.html()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("simulation.step_seconds=0",), WHERE_SPEED),
+        (("simulation.dropout=1",), "round 1 failed"),
+        (("federated.control_variates=20",), "simulated devices keep no control variates"),
+    ],
+)
+def test_why_there_is_no_duration(overrides, said, job_file):
+    plan = planned(job_file, *overrides)
+    assert said in plan.timed.unknown
+    assert not plan.timed.figures
+    assert f"  duration   {plan.timed.unknown}" in plan.lines()
+    assert said in plan.html()
+
+
+def test_rounds_of_a_large_model_are_not_timed(job_file, monkeypatch):
+    monkeypatch.setattr(timed_rounds, "MOST_BYTES", 10)
+    assert "the model has 60 bytes" in planned(job_file).timed.unknown
+
+
+def test_without_the_simulation_there_is_a_plan(job_file, monkeypatch):
+    monkeypatch.setattr(timed_rounds, "provided", lambda group: {})
+    assert planned(job_file).timed.unknown.endswith("install isthmus again")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("federated.secure_aggregation=true", "simulation.offline_seconds=1"),
+        ("federated.mode=buffered", "federated.over_selection=1"),
+        (
+            "privacy={mechanism='distributed', epsilon=20, delta=1e-3}",
+            "federated.secure_aggregation=true",
+            "rounds=5",
+        ),
+        ("evaluation={devices=4, keep_best={name='devices_loss', mode='min'}, patience=1}",),
+        ("budget=3", "seconds=1", "device_bytes=10"),
+    ],
+    ids=" ".join,
+)
+def test_jobs_that_are_timed(overrides, job_file, write_task):
+    write_task("def validation_data(self, participant):\n    return rows(4, seed=1)")
+    plan = planned(job_file, *overrides)
+    assert not plan.timed.unknown
+    assert len(plan.timed.seconds) == (5 if "rounds=5" in overrides else 6)
+    assert ("without the evaluation" in plan.timed.note) == (overrides[0].startswith("eval"))
+
+
+def test_a_trial_has_the_durations_of_timed_rounds(job_file):
+    plan = planned(job_file, trial=3, policies=("federated",))
+    (tried,) = plan.trials.policies
+    assert tried.forecast.seconds == pytest.approx((40 * plan.timed.mean,) * 2)
+
+
+def test_a_hybrid_round_takes_as_long_as_its_slower_side(job_file):
+    slow = ("simulation.datacenter_step_seconds=2",)
+    plan = planned(job_file, *ALTERNATE, *slow, trial=3, policies=("hybrid", "datacenter"))
+    hybrid, datacenter = (each.forecast.seconds[0] for each in plan.trials.policies)
+    assert datacenter == pytest.approx(40 * 5 * 2)
+    assert hybrid == pytest.approx(40 * statistics.fmean(max(x, 10) for x in plan.timed.seconds))
+    assert "if each round is federated" in durations(plan)["all 40 rounds"].how
+
+
+@pytest.mark.usefixtures("many")
+def test_a_calibrating_run_says_how_far_durations_were_off(job_file, tmp_path):
+    plan = planned(job_file)
+    train_trial(plan.job, tmp_path, tmp_path / "run", 30)
+    errors = {each.name: each for each in planned(job_file, calibrate=tmp_path / "run").errors}
+    assert abs(errors["federated round"].error) < 0.15
+    twice = planned(job_file, "simulation.step_seconds=4", calibrate=tmp_path / "run")
+    error = {each.name: each for each in twice.errors}["federated round"]
+    assert error.error == pytest.approx(-0.5, abs=0.1)
+    assert " s planned, " in error.text
