@@ -1,7 +1,7 @@
 """The head file of a database: its seal as of the last important commit.
 
 A round has two such commits, and each waits until its head is on disk. So a head is written in
-place: the file has two places, and the older one is overwritten and flushed, which is a third of
+place: the file has two places, and the older one is overwritten and flushed, which is a seventh of
 the time that a new file, its name and its directory take. A place is in one block of the disk,
 which is written whole or not at all; after a crash in between, the other place has the head before.
 """
