@@ -48,6 +48,8 @@ def plan(
 
     if as_json and page is not None:
         raise UserError("give --json or --html, and run the command again for the other")
+    if page is not None and not page.absolute().parent.is_dir():
+        raise UserError(f"--html {page} cannot be written: {page.parent} is not a directory")
     keep_process()
     planned = plan_of(job, overrides, PlanOptions(**options))
     if as_json:

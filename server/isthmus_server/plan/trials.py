@@ -259,8 +259,9 @@ def _forecast(
     """The trials of a policy, and what it would reach if it went on."""
     points = [_points(log, shown) for log in logs]
     found = alternative(job, name, facts, curves, shown)
-    thin = _too_few(logs, shown, rounds) if found.reached is not None else ""
-    if thin and rounds < job.rounds:
+    thin = _too_few(logs, shown, rounds)
+    # One that cannot be followed goes on with rounds like its last ones, if these are alike.
+    if thin and rounds < job.rounds and not (found.reached is None and _ends_alike(logs[0])):
         return PolicyTrial(policy=name, seeds=points, note=thin)
     note = ""
     is_learnt = set(logs[0].kinds) <= set(curves[shown].kinds)
@@ -297,6 +298,11 @@ def _too_few(logs: Sequence[RoundLog], shown: str, rounds: int) -> str:
                 f"{max(least, rounds + 1)} or more"
             )
     return ""
+
+
+def _ends_alike(log: RoundLog) -> bool:
+    """Whether the last rounds of a trial were of one regime."""
+    return len({each.kind for each in log.rounds[-LEAST_EVALUATED:]}) == 1
 
 
 def _points(log: RoundLog, shown: str) -> list[TrialPoint]:

@@ -266,6 +266,14 @@ def test_policies_from_python_are_names(job_file):
     assert PlanOptions.of_values({"layouts": True, "mbit": None}) == PlanOptions(layouts=True)
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_planned(job_file, tmp_path):
+    page = tmp_path / "none/plan.html"
+    found = CliRunner().invoke(plan_command, [str(job_file), "--html", str(page)])
+    assert isinstance(found.exception, UserError)
+    assert "plan.html cannot be written: " in str(found.exception)
+    assert str(found.exception).endswith("none is not a directory")
+
+
 def test_python_and_the_command_say_the_same(job_file):
     arguments = [str(job_file), "--json", "--set", "rounds=3", "--ranks", "2", "--mbit", "5"]
     found = CliRunner().invoke(plan_command, arguments, catch_exceptions=False)

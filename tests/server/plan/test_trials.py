@@ -126,6 +126,10 @@ def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
     assert mixed.note.endswith("try --trial 6 or more")
     assert mixed.note in plan.html()
     assert alone.forecast.reached is not None
+    # Its last rounds are no better known: they are of both regimes.
+    short = plan_of(job_file, (), dataclasses.replace(options, trial=3)).trials.policies[0]
+    assert short.forecast is None
+    assert "too few rounds of each regime" in short.note
     # If the trial is the whole job, nothing is left to forecast.
     whole = plan_of(job_file, ("rounds=4",), options)
     assert whole.trials.policies[0].forecast.reached is not None
