@@ -39,6 +39,7 @@ class GroupCommit(Generic[Entry]):
 
     async def _store_all(self) -> None:
         await asyncio.sleep(0)  # the tasks that are ready in this turn add theirs
-        entries, self._entries = self._entries, []
+        entries = self._entries
+        self._entries = []
         self._commit = None
         self._store(*entries)

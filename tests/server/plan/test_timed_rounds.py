@@ -70,7 +70,9 @@ def test_a_plan_says_how_long_rounds_take_and_trains_nothing(job_file, write_tas
     write_task(UNTRAINABLE)
     plan = planned(job_file)
     figures = durations(plan)
-    low, high = figures["5 % to 95 % of rounds"].value, figures["5 % to 95 % of rounds"].highest
+    middle = figures["5 % to 95 % of rounds"]
+    low = middle.value
+    high = middle.highest
     # One step of 2 s on the device in the middle, of which the slowest third is not waited for.
     assert 1.0 < low < figures["median of a round"].value < high < 6.0
     whole = figures["all 40 rounds"]

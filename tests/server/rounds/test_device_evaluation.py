@@ -394,7 +394,8 @@ async def test_one_liar_does_not_keep_others_from_evaluating_by_group(
     deployment, network, monkeypatch, lie
 ):
     monkeypatch.setattr(FederatedContext, "certified", True)
-    north, south = "abcdefgh", "ijklmnop"
+    north = "abcdefgh"
+    south = "ijklmnop"
     deployment.groups = {**dict.fromkeys(north, "north"), **dict.fromkeys(south, "south")}
     await deployment.start(WITHOUT_CENTRAL, ())
     liars = await dial_with_a_liar(deployment, network, north + south, [lie])
