@@ -126,7 +126,7 @@ def wait_until_blocked(approach, words):
     end = time.monotonic() + 60
     while words not in str(approach.blocked):
         assert time.monotonic() < end, approach.blocked
-        time.sleep(0.005)
+        time.sleep(0.005)  # another thread notes it, which can only be polled
 
 
 def test_a_machine_without_further_files_says_so_and_goes_on():
