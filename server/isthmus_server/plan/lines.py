@@ -42,6 +42,7 @@ def lines_of(plan: PlannedJob) -> list[str]:
     found += _named(plan.sides.privacy) or ["  none is promised: the job has no noise"]
     found += ["", "cost"]
     found += _named(plan.sides.cost)
+    found += _named(plan.sides.tokens)
     found += [f"  {WHOLE_PRICE}"] if plan.sides.datacenter is not None else []
     found += [f"  {each}" for each in plan.limits]
     found += ["", "quality"]

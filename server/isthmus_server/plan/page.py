@@ -185,6 +185,7 @@ def _facts(plan: PlannedJob) -> Iterator[tuple[str, str]]:
         yield "privacy", "none is promised: the job has no noise"
     for each in plan.sides.cost:
         yield f"cost, {each.name}", each.text
+    yield from ((f"cost of {each.name}", each.text) for each in plan.sides.tokens)
     if plan.calibration is not None:
         yield from ((each.name, each.text) for each in plan.measured)
         yield from (("the plan's error", each.text) for each in plan.errors)

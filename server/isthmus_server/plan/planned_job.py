@@ -297,6 +297,7 @@ class PlannedJob:
             "devices": None if devices is None else devices.to_json() | self._timed_json(),
             "privacy": [each.to_json() for each in self.sides.privacy],
             "cost": [each.to_json() for each in self.sides.cost],
+            "tokens": [each.to_json() for each in self.sides.tokens],
             "limits": self.limits,
             "quality": None if self.trials is None else self.trials.to_json(),
             "calibration": calibration,
