@@ -23,6 +23,7 @@ from isthmus.task import Task, user_code
 from isthmus.task.scoring import losses_of, pair_of
 from isthmus.task.scoring.inputs import tensors_of
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
+from isthmus_privacy.dp_sgd.alone import check_alone
 from isthmus_privacy.dp_sgd.examples import ExampleGroup
 from isthmus_privacy.dp_sgd.isolation import (
     ComputedBefore,
@@ -90,10 +91,19 @@ class ExampleGradients:
         self._check_hooks()
         state = KeptState(self._task, self._model, closely=True)
         with state.explaining():
+            self._check_alone(group)
             self._check_reference(group)
             self._check_isolation(group, state)
             self._check_reference(group)
         state.check()
+
+    def _check_alone(self, group: ExampleGroup) -> None:
+        """Refuse a loss without a gradient for single examples, see `check_alone`."""
+        rows = next(iter(group.parts(self._at_once)))
+        with kept_generators(rows[0].device):
+            found, _ = self._computed(group)(*rows)
+        if not any(bool((each != 0).any()) for each in found.values()):
+            check_alone(self._task, self._model, group)
 
     def _check_isolation(self, group: ExampleGroup, state: KeptState) -> None:
         for rows, place in arranged(group.tensors):

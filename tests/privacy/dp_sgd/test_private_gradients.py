@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.datacenter.tasks import Masked, Table
+from tests.datacenter.tasks import Masked, Table, cross_entropy
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.checkpoint import checkpoint
@@ -349,6 +349,22 @@ def test_what_fails_alone_too_is_told_as_before():
     gradients = ExampleGradients(task, task.model(), 1.0, 8)
     with pytest.raises(TaskError, match=r"single examples \(torch.func.vmap\) failed"):
         gradients.add_to(torch.zeros(gradients.size), source.read([0, 1])[0])
+
+
+class Negatives(Table):
+    """Tells the examples of a batch from each other."""
+
+    def loss(self, output, target):
+        return cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def test_a_loss_that_compares_examples_is_refused():
+    """Alone each has a loss of 0, and nothing but noise would be trained."""
+    task = Negatives({})
+    source = SampledExamples(task, task.rows(5, seed=1), range(5), 1.0, torch.device("cpu"))
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    with pytest.raises(TaskError, match=r"an example alone has no gradient.*nothing would"):
+        gradients.check(source.check(range(4))[0])
 
 
 class Worded(Table):

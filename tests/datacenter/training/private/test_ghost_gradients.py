@@ -11,7 +11,7 @@ import torch
 from tests.datacenter.task_models import Decoder
 from tests.datacenter.tasks import Gpt, Masked, Pictures, Table, cross_entropy
 from tests.privacy.dp_sgd.test_kept_state import Levelled
-from tests.privacy.dp_sgd.test_private_gradients import Tied, one_by_one
+from tests.privacy.dp_sgd.test_private_gradients import Negatives, Tied, one_by_one
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -659,6 +659,12 @@ def test_a_guard_that_looks_at_a_mask_of_the_batch_is_refused():
     data = TensorDataset(torch.rand(4, 6), torch.zeros(4, 6).bool(), torch.arange(4) % 3)
     with pytest.raises(TaskError, match="changes with the other examples of its batch"):
         ghost_sum(task, MaskGuard(), data, 0.3)
+
+
+def test_a_loss_that_compares_examples_is_refused():
+    task = Negatives({})
+    with pytest.raises(TaskError, match="loss of an example alone has no gradient"):
+        ghost_sum(task, task.model(), task.rows(5, seed=1), 0.3)
 
 
 class Spectra(nn.Module):
