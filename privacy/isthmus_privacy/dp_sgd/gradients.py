@@ -288,7 +288,11 @@ class ExampleGradients:
             generators = GeneratorStates(rows[0].device)
             try:
                 result = together(trained, *rows)
-            except RuntimeError:
+            except (RuntimeError, TaskError) as error:
+                # A TaskError of loss() or inputs_and_target() has the task's own as its cause.
+                cause = error if isinstance(error, RuntimeError) else error.__cause__
+                if not isinstance(cause, RuntimeError):
+                    raise
                 generators.restore()
                 try:
                     result = _one_after_the_other(loss, trained, rows)

@@ -317,11 +317,17 @@ class Recomputed(nn.Module):
         return self.head(checkpoint(self.layers, inputs, use_reentrant=False))
 
 
+class LooksAtTarget(Table):
+    def loss(self, output, target):
+        return cross_entropy(output, target) if target.max() > 0 else -output.sum(1)
+
+
 NOT_TOGETHER = {
     "GRU": lambda: OfKind(lambda: Recurrent(packed=False)),
     "packed sequence": lambda: OfKind(lambda: Recurrent(packed=True)),
     "activations computed again": lambda: OfKind(Recomputed),
     "looks at values": lambda: Branching({}),
+    "looks at the target": lambda: LooksAtTarget({}),
 }
 
 
