@@ -98,6 +98,7 @@ def _timed(job: Job, rounds: int) -> Job:
         "strategy.policy": "federated",
         "strategy.settings": {},
         "strategy.schedule": [],
+        "strategy.objective": "quality",  # any other needs a target
         "strategy.target_metric": None,
         "datacenter.ranks": 0,
         "budget": None,
@@ -105,14 +106,19 @@ def _timed(job: Job, rounds: int) -> Job:
         "device_bytes": None,
         "evaluation.every": rounds + 1,
         "evaluation.devices": 0,
+        "evaluation.same_devices": False,
+        "evaluation.per_device": False,
         "evaluation.keep_best": None,
         "evaluation.patience": None,
         "evaluation.deliver": "last",
+        "federated.fine_tune_steps": 0,  # before an evaluation
         "federated.device": "cpu",
         "federated.compile": False,
         "simulation.training": "one-by-one",
         "simulation.processes": 1,
     }
+    if job.exchange.buffers == "recompute":  # a datacenter does; devices send as few with these
+        changes["exchange.buffers"] = "frozen"
     if job.privacy is None:  # which limits the rounds of a device, and has noise for so many
         changes["rounds"] = rounds + 1  # the last round of a job is evaluated
     population = job.simulation.population(job.federated)

@@ -107,6 +107,35 @@ def test_rounds_of_all_kinds_with_lost_devices(overrides, timed):
     assert rounds[-1].record.elapsed < 12 * 20
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (
+            "strategy.policy=adaptive",
+            "strategy.objective=time",
+            "strategy.target_metric={name='accuracy', at_least=0.9}",
+            "datacenter.ranks=1",
+        ),
+        ("evaluation={devices=4, per_device=true}",),
+        ("evaluation={devices=4}", "federated.fine_tune_steps=2"),
+        (
+            "evaluation={devices=5, same_devices=true}",
+            "federated.secure_aggregation=true",
+            "federated.cohort=5",
+        ),
+        (
+            "strategy.policy=alternate",
+            "exchange.buffers=recompute",
+            "datacenter.ranks=1",
+            "federated.clients=12",
+        ),
+    ],
+    ids=" ".join,
+)
+def test_what_needs_an_evaluation_or_a_datacenter_is_left_out(overrides, timed):
+    assert [each.record.seconds > 0 for each in timed(*SPREAD, *overrides)] == [True] * 5
+
+
 def test_it_ends_after_the_round_in_which_its_time_is_over(timed):
     assert len(timed(*SPREAD, seconds=0.0)) == 1
 
