@@ -122,7 +122,15 @@ def _timed(job: Job, rounds: int) -> Job:
     if job.privacy is None:  # which limits the rounds of a device, and has noise for so many
         changes["rounds"] = rounds + 1  # the last round of a job is evaluated
     population = job.simulation.population(job.federated)
-    if job.simulation.connections(population, job.federated.invited) < population:
+    connected = job.simulation.connections(population, job.federated.invited)
+    if connected < population and _is_drawn_by_chance(job):
         # Others are connected in each round: with fewer of them the invited are drawn alike.
-        changes["simulation.connected"] = min(population, _CONNECTED * job.federated.invited)
+        changes["simulation.connected"] = min(connected, _CONNECTED * job.federated.invited)
     return with_changes(job, changes)
+
+
+def _is_drawn_by_chance(job: Job) -> bool:
+    """Whether each connected device is as likely to be invited as any other, in every round."""
+    federated = job.federated
+    is_limited = federated.hours or federated.participation or federated.privacy or job.privacy
+    return federated.selection == "uniform" and not is_limited

@@ -152,3 +152,22 @@ def test_of_a_large_population_few_are_connected(write_task, make_job, tmp_path)
     log = log_in(tmp_path / "run")
     assert log.job.simulation.connected == 16
     assert len({name for each in log.rounds for name in each.planned.invited}) == 12
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "federated.selection=utility",
+        "federated.participation={rounds=1}",
+        "federated.hours=[{devices='client-*[02468]', opens='22:00', closes='23:00'}]",
+    ],
+)
+def test_where_more_than_chance_decides_as_many_are_connected_as_in_a_run(
+    chosen, write_task, make_job, tmp_path
+):
+    write_task(UNTRAINABLE)
+    large = ("simulation.clients=400", "simulation.connected=60")
+    time_rounds(make_job(*FLEET, *SPREAD, *large, chosen), tmp_path, tmp_path / "run", 3, 1000.0)
+    log = log_in(tmp_path / "run")
+    assert log.job.simulation.connected == 60
+    assert len(log.rounds) == 3
