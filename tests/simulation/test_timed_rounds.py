@@ -171,3 +171,9 @@ def test_where_more_than_chance_decides_as_many_are_connected_as_in_a_run(
     log = log_in(tmp_path / "run")
     assert log.job.simulation.connected == 60
     assert len(log.rounds) == 3
+
+
+def test_rounds_that_differ_are_no_more_than_those_of_the_job(timed):
+    utility = ("federated.selection=utility", "rounds=4")
+    assert len(timed(*SPREAD, *utility, rounds=12)) == 4
+    assert len(timed(*SPREAD, "rounds=4", rounds=12)) == 12
