@@ -109,7 +109,7 @@ class Sizes:
     connected: int = 10_000
     large_parameters: int = 250_000_000
     job_parameters: int = 200_000_000
-    """Of the job of six devices."""
+    """Parameters of the job of six devices."""
     aggregated: int = 1000
     aggregated_parameters: int = 1_000_000
     aggregated_rounds: int = 1

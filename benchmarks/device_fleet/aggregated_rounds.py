@@ -25,13 +25,13 @@ class AggregatedRounds:
     """What rounds have taken."""
 
     seconds: float
-    """Of the median round, from its plan to its commit."""
+    """Time of the median round, from its plan to its commit."""
     coordinator_cpu: float
     """CPU seconds of the server's processes for a round."""
     aggregator_cpu: float
-    """Likewise, of all aggregators together."""
+    """CPU seconds of all aggregators together for a round."""
     device_cpu: float
-    """Likewise, of the processes that simulate devices."""
+    """CPU seconds of the processes that simulate devices for a round."""
     model: str
     """SHA-256 of the last one."""
 

@@ -55,11 +55,11 @@ class StaticWeb:
     folder: Path
     """What it serves."""
     address: str
-    """Of the folder."""
+    """URL of the folder."""
     certificate: Path
     """What clients have to trust."""
     tree: ProcessTree | None
-    """Its processes; None if it is a part of this one."""
+    """The processes of nginx; None if this process serves the folder."""
 
     def cpu_seconds(self) -> float:
         """CPU time of its processes."""
