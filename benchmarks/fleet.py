@@ -112,7 +112,7 @@ class Sizes:
     """Parameters of the job of six devices."""
     aggregated: int = 1000
     aggregated_parameters: int = 1_000_000
-    aggregated_rounds: int = 1
+    aggregated_rounds: int = 2
     aggregators: tuple[int, ...] = (1, 2, 4)
     processes: int = 2
     """Processes that simulate devices."""
@@ -145,6 +145,7 @@ SMOKE = Sizes(
     job_parameters=1000,
     aggregated=3,
     aggregated_parameters=1000,
+    aggregated_rounds=1,
     aggregators=(2,),
     processes=1,
 )
