@@ -330,7 +330,7 @@ def storm(sizes: Sizes) -> Result:
             reconnected = status.welcomed_at
             bench.finish(run, count, rounds)
             status = devices.status()
-    check_model(run, -rounds * sum(value(i) for i in range(count)) / count, 0.5 / count)
+        check_model(run, -rounds * sum(value(i) for i in range(count)) / count, 0.5 / count)
     attempts = max(attempt for round_, attempt in status.rounds if round_ == 2)
     seconds = reconnected - listens
     return {f"storm_seconds/{count}": seconds}, [

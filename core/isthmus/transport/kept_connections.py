@@ -143,5 +143,5 @@ def _asked(
     answer.belongs_to(kept, request.host, connection)
     # As other handlers of HTTP have it.
     answer.url = request.full_url
-    answer.msg = answer.reason  # type: ignore[assignment]
+    answer.msg = answer.reason  # type: ignore[assignment]  # a text there, as in urllib
     return answer
