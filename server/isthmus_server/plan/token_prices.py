@@ -84,7 +84,7 @@ class TokenQuestion:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class _CountedRows:
     """The examples of a participant."""
 
     count: int
@@ -94,7 +94,7 @@ class _Rows:
     """Tokens of one, on average."""
 
 
-def _rows(task: Task, participant: Participant) -> _Rows | None:
+def _rows(task: Task, participant: Participant) -> _CountedRows | None:
     """The examples of a participant; None if they are not here, or none of tokens."""
     try:
         with user_code("local_data()"):
@@ -114,7 +114,7 @@ def _rows(task: Task, participant: Participant) -> _Rows | None:
             total += tokens
     except UserError:
         return None  # what is wrong with them is said where they are trained on
-    return _Rows(count, len(chosen), total / len(chosen))
+    return _CountedRows(count, len(chosen), total / len(chosen))
 
 
 def _spread(count: int) -> Sequence[int]:
