@@ -25,6 +25,8 @@ from isthmus_server.plan.what_if import Alternative, alternative, curves_of, fac
 from isthmus_server.strategy.learning_curves import LEAST_EVALUATED, LearningCurves
 from isthmus_server.strategy.policy import Kind
 
+_LOSS = "loss"
+"""The metric that policies follow unless they are told another."""
 SEEDS = 2
 """Trials of each policy, of which each divides and draws in another way."""
 
@@ -115,11 +117,7 @@ class Trials:
         if shown is None or shown not in seen:
             reason = next(iter(failed.values()), "the task has no held-out metrics: eval_data()")
             raise UserError(f"the trial says nothing of quality: {reason}")
-        curves = curves_of(every, [shown, "loss"] if "loss" in seen else [shown])
-        facts = _with_durations(facts_of(every, shown), timed, every)
-        tried = [
-            _forecast(job, name, each, facts, curves, shown, rounds) for name, each in logs.items()
-        ]
+        tried = [_tried(job, name, each, timed, shown, rounds) for name, each in logs.items()]
         tried += [PolicyTrial(policy=name, note=why) for name, why in failed.items()]
         order = list(dict.fromkeys(names))
         tried.sort(key=lambda each: order.index(each.policy))
@@ -247,6 +245,37 @@ def _seconds_of_evaluation(round_: LoggedRound) -> float:
     return 0.0 if evaluation is None else evaluation.seconds
 
 
+def _tried(
+    job: Job,
+    name: str,
+    logs: Sequence[RoundLog],
+    timed: TimedRounds | None,
+    shown: str,
+    rounds: int,
+) -> PolicyTrial:
+    """The trials of a policy, and what it would reach if it went on.
+
+    All of it follows from the policy's own trials: what a round of a regime does after the rounds
+    of another policy is another thing, and who else is compared changes no forecast.
+
+    Args:
+        job: that is planned.
+        name: of the policy.
+        logs: of its trials.
+        timed: federated rounds of the job; None if none were timed.
+        shown: the metric.
+        rounds: most of each trial.
+    """
+    points = [_points(log, shown) for log in logs]
+    seen = {key for log in logs for each in log.rounds for key in each.record.metrics}
+    if shown not in seen:
+        why = f"no forecast: no round of its trials was evaluated with {shown}"
+        return PolicyTrial(policy=name, seeds=points, note=why)
+    curves = curves_of(logs, [shown, _LOSS] if _LOSS in seen else [shown])
+    facts = _with_durations(facts_of(logs, shown), timed, logs)
+    return _forecast(job, name, logs, facts, curves, shown, rounds)
+
+
 def _forecast(
     job: Job,
     name: str,
@@ -256,7 +285,7 @@ def _forecast(
     shown: str,
     rounds: int,
 ) -> PolicyTrial:
-    """The trials of a policy, and what it would reach if it went on."""
+    """What a policy would reach if it went on, by what its trials say of rounds."""
     points = [_points(log, shown) for log in logs]
     found = alternative(job, name, facts, curves, shown)
     thin = _too_few(logs, shown, rounds)

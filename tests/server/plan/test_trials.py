@@ -116,6 +116,13 @@ def test_policies_that_the_intervals_do_not_tell_apart_are_named(planned):
     assert dataclasses.replace(plan.trials, policies=apart).overlap == ""
 
 
+def test_a_forecast_follows_from_its_own_trials_alone(job_file):
+    alone = plan_of(job_file, ("rounds=6",), PlanOptions(trial=3, policies=("federated",)))
+    among = PlanOptions(trial=3, policies=("datacenter", "federated"))
+    both = plan_of(job_file, ("rounds=6",), among)
+    assert both.trials.policies[1] == alone.trials.policies[0]
+
+
 def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
     options = PlanOptions(trial=4, policies=("alternate", "federated"))
     plan = plan_of(job_file, (), options)
