@@ -28,7 +28,7 @@ from isthmus_server.plan.step_time import GpuNodes, assumptions, peak_of, step_t
 from isthmus_server.plan.step_time import figures as figures_of_step
 from isthmus_server.plan.timed_rounds import TimedRounds
 from isthmus_server.plan.trials import Trials, policies_of
-from isthmus_server.strategy.loading import load_policy
+from isthmus_server.strategy.loading import check_names, load_policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ class PlannedJob:
                 not fit.
         """
         options.check()
+        check_names(options.policies, "--policies")
         if options.nodes is not None:
             peak_of(options.nodes.gpu, job)
         ranks = job.datacenter.ranks if options.ranks is None else options.ranks

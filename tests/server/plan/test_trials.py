@@ -174,13 +174,25 @@ def test_a_page_without_a_trial_says_what_its_chart_needs(job_file, tmp_path):
 
 
 def test_a_policy_that_cannot_be_used_is_named_and_the_others_are_tried(job_file):
-    options = PlanOptions(trial=3, policies=("federated", "nothing"))
+    options = PlanOptions(trial=3, policies=("federated", "schedule"))
     plan = plan_of(job_file, ("rounds=4",), options)
     by_policy = {each.policy: each for each in plan.trials.policies}
-    assert by_policy["nothing"].forecast is None
-    assert "strategy.policy='nothing' is unknown" in by_policy["nothing"].note
+    assert by_policy["schedule"].forecast is None
+    assert "there are no phases to follow" in by_policy["schedule"].note
     assert by_policy["federated"].forecast.reached is not None
-    assert "strategy.policy=&#39;nothing&#39; is unknown" in plan.html()
+    assert "there are no phases to follow" in plan.html()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("federate", "--policies names 'federate', which is no policy; did you mean federated"),
+        ("xyz", "--policies names 'xyz', which is no policy; there are adaptive, alternate"),
+    ],
+)
+def test_a_name_that_no_policy_has_is_refused_with_the_nearest(name, sentence, job_file):
+    with pytest.raises(UserError, match=sentence):
+        plan_of(job_file, (), PlanOptions(trial=3, policies=("datacenter", name)))
 
 
 def test_a_policy_that_asks_devices_goes_on_as_in_its_last_rounds(job_file):
