@@ -127,11 +127,10 @@ def _of_trials(trials: Trials) -> list[str]:
         "of each policy:"
     ]
     for each in trials.policies:
-        text = each.note if each.forecast is None else each.forecast.text
-        found.append(f"    {each.policy:<13} {text}")
+        found.append(f"    {each.policy:<13} {each.text}")
         if each.forecast is not None and each.note:
             found.append(f"      {each.note}")
-    return found + [f"  {each}" for each in (trials.overlap, trials.steps) if each]
+    return found + [f"  {each}" for each in trials.sentences]
 
 
 def _named(figures: Iterable[Figure]) -> list[str]:

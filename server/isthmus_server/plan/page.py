@@ -25,7 +25,8 @@ from isthmus_server.plan.lines import (
     short,
 )
 from isthmus_server.plan.planned_job import PlannedJob
-from isthmus_server.plan.trials import PolicyTrial, Trials
+from isthmus_server.plan.policy_trial import PolicyTrial
+from isthmus_server.plan.trials import Trials
 from isthmus_server.read.pages.charts import Line, Point, lines_chart
 from isthmus_server.read.pages.report_page import page
 from isthmus_server.read.pages.templates import digits
@@ -61,7 +62,7 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         chart=Markup() if trials is None else quality_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
-        notes=[] if trials is None else _sentences(trials.overlap, trials.steps),
+        notes=[] if trials is None else _sentences(*trials.sentences),
         policies=[] if trials is None else [_row(plan, each) for each in trials.policies],
         facts=[(name, _with_mb(value)) for name, value in _facts(plan)],
         layouts=[] if ranks is None else _layouts(ranks, rows),
@@ -101,7 +102,7 @@ def _forecast_lines(trial: PolicyTrial, kind: str, metric: str, shift: float) ->
     They end at the price with `shift` added.
     """
     forecast = trial.forecast
-    if forecast is None or forecast.reached is None or not any(trial.seeds):
+    if forecast is None or forecast.reached is None or not any(trial.seeds) or trial.to_the_end:
         return
     reached = forecast.reached
     cost = statistics.fmean(forecast.price)
@@ -138,15 +139,13 @@ def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
     if forecast is None or forecast.reached is None:
         return (trial.policy, "", "", "", tried, trial.note)
     took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds))
-    reached = forecast.reached
-    end = f"{digits(reached.median)} ({digits(reached.low)} to {digits(reached.high)})"
     return (
         trial.policy,
         _range(forecast.rounds),
         _range(forecast.price),
         took if any(forecast.seconds) else "not known",
         tried,
-        end,
+        trial.reached,
     )
 
 

@@ -92,19 +92,21 @@ class PlannedJob:
             parameters = int(sides.devices.memory[0].value)
             mixed = any(kind != "federated" for kind in regimes)
             timed = TimedRounds.of(job, base, parameters, mixed=mixed)
-        trials = None
-        if options.trial is not None:
-            names = options.policies or policies_of(job, regimes, datacenter=bool(ranks))
-            trials = Trials.of(job, base, names, options.trial, ranks, timed)
-        return cls(
+        found = cls(
             job=job,
             options=options,
             sides=sides,
             changes=changes,
             calibration=calibration,
             timed=timed,
-            trials=trials,
+            trials=None,
         )
+        if options.trial is None:
+            return found
+        names = options.policies or policies_of(job, regimes, datacenter=bool(ranks))
+        step = found.time_of_step
+        trials = Trials.of(job, base, names, options.trial, ranks, timed, step)
+        return dataclasses.replace(found, trials=trials)
 
     @property
     def trained(self) -> str:
@@ -132,6 +134,16 @@ class PlannedJob:
         ]
 
     # -- the datacenter ----------------------------------------------------------------------------
+
+    @property
+    def time_of_step(self) -> float | None:
+        """Seconds of a step, in the middle of what they can be; None if they are not known."""
+        if self.sides.datacenter is None:
+            return None
+        for each in self.step(self.sides.datacenter):
+            if each.name == "time of a step":
+                return (each.value + each.highest) / 2
+        return None
 
     def step(self, ranks: PlannedRanks) -> list[Figure]:
         """Operations of a step, the rate, and the seconds of a step, a round and the run.

@@ -5,16 +5,21 @@ import json
 import re
 import subprocess
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.machine import CHROMIUM, CHROMIUM_OPTIONS, needs_chromium
+from tests.server.plan.trained_runs import log_of
 from tests.server.read.report.test_html_report import Page
 
 import isthmus
 from isthmus.errors import UserError
+from isthmus.job import with_changes
 from isthmus_server.cli.plan import plan as plan_command
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.plan import plan_of
+from isthmus_server.plan.replayed_policy import delivered_of
+from isthmus_server.plan.trial_sentences import unequal_of
 from isthmus_server.plan.what_if import Trained
 from isthmus_server.strategy.learning_curves import Interval
 from isthmus_simulation.trial import train_trial
@@ -139,7 +144,13 @@ def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
     assert "too few rounds of each regime" in short.note
     # If the trial is the whole job, nothing is left to forecast.
     whole = plan_of(job_file, ("rounds=4",), options)
-    assert whole.trials.policies[0].forecast.reached is not None
+    for each in whole.trials.policies:
+        assert each.to_the_end
+        ends = [points[-1].value for points in each.seeds]
+        assert (each.forecast.reached.low, each.forecast.reached.high) == (min(ends), max(ends))
+        assert "simulated to the end with 2 seeds" in each.reached
+        assert f"    {each.policy:<13} {each.reached}, 4 rounds, cost " in "\n".join(whole.lines())
+        assert each.reached in whole.html()
 
 
 def test_steps_of_the_one_rank_of_a_trial_are_said(planned, job_file):
@@ -223,8 +234,75 @@ def test_a_trial_that_ends_early_is_not_continued(job_file):
     plan = plan_of(job_file, ("rounds=6", "budget=8"), options)
     (tried,) = plan.trials.policies
     assert len(tried.seeds[0]) < 3
-    assert tried.forecast.reached is None
-    assert "cannot be continued by forecasts" in tried.note
+    assert tried.to_the_end
+    assert tried.forecast.rounds[1] < 3
+    assert tried.note == ""
+
+
+KEPT = "evaluation={keep_best={name='accuracy',mode='max'},deliver='best'}"
+
+
+def test_a_forecast_of_what_a_run_keeps_is_no_worse_than_the_trial(job_file):
+    options = PlanOptions(trial=3, policies=("federated",))
+    kept = plan_of(job_file, ("rounds=6", KEPT), options)
+    (tried,) = kept.trials.policies
+    had = min(max(point.value for point in points) for points in tried.seeds)
+    assert tried.forecast.reached.low >= had
+    assert kept.trials.lower == ""
+    last = plan_of(job_file, ("rounds=6",), options)
+    assert last.trials.policies[0].forecast.reached.low < had
+    assert last.trials.lower.startswith("federated: the intervals have worse values than")
+    assert f"  {last.trials.lower}" in last.lines()
+    assert "Federated: the intervals have worse values than" in last.html()
+
+
+def test_what_a_run_delivers_is_its_last_model_or_its_best(trained):
+    log = log_of(trained("federated", rounds=4))
+    values = (0.2, 0.8, 0.5, 0.6)
+    rounds = []
+    for each, value in zip(log.rounds, values, strict=True):
+        metrics = {"accuracy": value, "loss": 2 - value}
+        record = dataclasses.replace(each.record, metrics=metrics)
+        rounds.append(dataclasses.replace(each, record=record))
+    log = dataclasses.replace(log, rounds=rounds)
+    assert log.delivered("accuracy") == 0.6
+    assert log.delivered("nothing") is None
+    kept = {"keep_best": {"name": "loss", "mode": "min"}, "deliver": "best"}
+    best = dataclasses.replace(log, job=with_changes(log.job, {"evaluation": kept}))
+    assert best.delivered("accuracy") == 0.8
+    assert delivered_of(log.job, "accuracy", np.array([values])) == [0.6]
+    assert delivered_of(best.job, "accuracy", np.array([values])) == [0.6]
+    assert delivered_of(best.job, "loss", np.array([values])) == [0.2]
+
+
+def test_a_duration_is_never_nothing_for_a_side_without_one(job_file):
+    names = ("alternate", "datacenter")
+    speeds = ("rounds=6", "simulation.step_seconds=1")
+    plan = plan_of(job_file, speeds, PlanOptions(trial=6, policies=names))
+    for each in plan.trials.policies:
+        assert each.forecast.seconds == (0.0, 0.0)
+        assert each.text.endswith("time not known")
+    assert plan.trials.untimed.startswith("durations of alternate, datacenter are not known: give")
+    assert plan.trials.untimed.endswith("by --gpu or simulation.datacenter_step_seconds")
+    step = PlanOptions(trial=6, policies=names, tflops=1e-6)
+    known = plan_of(job_file, speeds, step)
+    mixed, alone = known.trials.policies
+    assert alone.forecast.seconds == pytest.approx((30 * known.time_of_step,) * 2, rel=1e-4)
+    federated = 3 * known.timed.mean
+    assert mixed.forecast.seconds[0] == pytest.approx(federated + 15 * known.time_of_step)
+    assert known.trials.untimed == ""
+
+
+def test_unequal_prices_and_rounds_are_said(planned):
+    plan, page = planned
+    said = plan.trials.unequal
+    assert said.startswith("the policies end at unequal cost (24 to 40) and after unequal rounds")
+    # A datacenter round costs 2: the cheapest.
+    assert "--set budget=40 --set rounds=20, as many as the cheapest can pay" in said
+    assert f"  {said}" in plan.lines()
+    assert f"T{said[1:]}" in Page(page).text
+    only = dataclasses.replace(plan.trials.policies[1], policy="alike")
+    assert unequal_of((plan.trials.policies[1], only), plan.job) == ""
 
 
 def test_a_notebook_can_have_trials(job_file):
