@@ -25,7 +25,7 @@ from isthmus_server.plan.lines import (
     short,
 )
 from isthmus_server.plan.planned_job import PlannedJob
-from isthmus_server.plan.policy_trial import PolicyTrial
+from isthmus_server.plan.policy_trial import PolicyTrial, TrialPoint
 from isthmus_server.plan.trials import Trials
 from isthmus_server.read.pages.charts import Line, Point, lines_chart
 from isthmus_server.read.pages.report_page import page
@@ -58,7 +58,6 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         now,
         trained=plan.trained,
         metric=metric,
-        unit=UNIT_OF_PRICE,
         chart=Markup() if trials is None else quality_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
@@ -134,19 +133,27 @@ def _legend(trials: Trials) -> Iterator[tuple[str, str]]:
 def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
     """Policy, rounds, cost, duration, quality in the trial, and at the end."""
     forecast = trial.forecast
-    last = [points[-1].value for points in trial.seeds if points]
-    tried = " and ".join(digits(each) for each in last)
+    tried = _tried([points[-1] for points in trial.seeds if points])
     if forecast is None or forecast.reached is None:
         return (trial.policy, "", "", "", tried, trial.note)
     took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds))
+    rounds = _range(forecast.rounds)
     return (
         trial.policy,
-        _range(forecast.rounds),
-        _range(forecast.price),
+        f"{rounds} rounds",
+        f"{_range(forecast.price)} units",
         took if any(forecast.seconds) else "not known",
         tried,
-        trial.reached,
+        f"{trial.reached}, after round {rounds}",
     )
+
+
+def _tried(last: Sequence[TrialPoint]) -> str:
+    """The last values of the trials, and the rounds after which they were found."""
+    rounds = {each.round for each in last}
+    if len(rounds) == 1:
+        return f"{' and '.join(digits(each.value) for each in last)} after round {rounds.pop()}"
+    return " and ".join(f"{digits(each.value)} after round {each.round}" for each in last)
 
 
 def _range(ends: tuple[float, float]) -> str:
@@ -207,9 +214,14 @@ def _layouts(ranks: PlannedRanks, rows: Sequence[LayoutRow]) -> list[Sequence[st
 
 
 def _parts(layout: PlannedLayout) -> str:
-    """What the memory of a layout is made of, in MB."""
+    """What the memory of a layout is made of."""
     parts = {name: size for name, size in layout.memory.items() if name != "peak"}
-    return ", ".join(f"{name} {size / 1e6:.4g} MB" for name, size in parts.items())
+    return ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
+
+
+def _size(size: int) -> str:
+    """Bytes, from one MB on in MB."""
+    return f"{size:,} bytes" if size < 1e6 else f"{size / 1e6:.4g} MB"
 
 
 def _with_mb(text: str) -> str:

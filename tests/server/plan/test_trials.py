@@ -91,7 +91,9 @@ def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planne
     by_policy = {name: cells for name, cells in rows if name in ("federated", "hybrid")}
     reached = {each.policy: each.forecast for each in plan.trials.policies}
     assert f"{reached['federated'].reached.median:.4g}" in by_policy["federated"]
-    assert "<td>40</td>" in by_policy["federated"]
+    assert "<td>10 rounds</td><td>40 units</td><td>not known</td>" in by_policy["federated"]
+    assert "after round 6</td>" in by_policy["federated"]
+    assert by_policy["federated"].endswith(", after round 10</td>")
     assert "peak of a rank" in parsed.text
     assert "Layouts of the ranks" in parsed.text
     assert "What would change it" in parsed.text
