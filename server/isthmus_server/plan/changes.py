@@ -13,6 +13,7 @@ from isthmus.job.exchange import Compression
 from isthmus.job.planned import FAKE, Figure, PlannedRanks, RanksQuestion
 from isthmus.task import Task
 from isthmus_server.plan.adapters import adapted_task
+from isthmus_server.plan.cost import beyond
 from isthmus_server.plan.sides import Sides
 
 ADAPTER_RANK = 8
@@ -29,10 +30,14 @@ class ChangedPlan:
     figures: list[Figure] = dataclasses.field(default_factory=list)
     refused: str = ""
     """Why the job cannot be changed so, or the memory of a rank is not known."""
+    beyond: str = ""
+    """That its cost goes beyond the budget of the job, a clause; empty if it does not."""
 
     @classmethod
-    def of(cls, name: str, changes: Mapping[str, Any], sides: Sides) -> ChangedPlan:
-        """Pick the main figures of all sides."""
+    def of(
+        cls, name: str, changes: Mapping[str, Any], sides: Sides, budget: float | None = None
+    ) -> ChangedPlan:
+        """Pick the main figures of all sides; `budget` is that of the job."""
         figures = []
         refused = ""
         ranks = sides.datacenter
@@ -44,8 +49,10 @@ class ChangedPlan:
             down, up = sides.devices.run
             figures += [down, up]
         figures += sides.privacy
-        figures += sides.cost[-1:]
-        return cls(name=name, changes=changes, figures=figures, refused=refused)
+        cost = sides.cost[-1:]
+        figures += cost
+        mark = "".join(beyond(each, budget) for each in cost)
+        return cls(name=name, changes=changes, figures=figures, refused=refused, beyond=mark)
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
@@ -54,6 +61,7 @@ class ChangedPlan:
             "changes": dict(self.changes),
             "figures": [each.to_json() for each in self.figures],
             "refused": self.refused,
+            "beyond": self.beyond,
         }
 
 
@@ -83,7 +91,7 @@ def changed_plans(
             found = Sides.of(changed, task, base, number, question, known=known)
         except UserError as error:
             return ChangedPlan(name=name, changes=changes, refused=str(error))
-        return ChangedPlan.of(name, changes, found)
+        return ChangedPlan.of(name, changes, found, job.budget)
 
     for name, changes, number in _changes(job, ranks, trains_there=sides.datacenter is not None):
         known = sides.datacenter if number == ranks else None

@@ -247,6 +247,7 @@ def _figures(changed: ChangedPlan) -> str:
     parts = [f"{each.name} {short(each)}" for each in changed.figures]
     parts += [f"refused: {changed.refused}"] if changed.refused else []
     return "; ".join(parts)
+    parts += [f"cost {changed.beyond}"] if changed.beyond else []
 
 
 def _assumptions(plan: PlannedJob) -> Iterator[str]:
@@ -279,7 +280,10 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
     yield from _sentences(*plan.limits)
     if ranks is not None:
         yield from _sentences(WHOLE_PRICE)
-    yield "Cost has the prices of the job, if all invited devices take part and no attempt fails."
+    yield (
+        "Cost has the prices of the job, if all invited devices take part; what failed attempts "
+        "cost is not in it."
+    )
 
 
 def _about_ranks(plan: PlannedJob, ranks: PlannedRanks) -> Iterator[str]:

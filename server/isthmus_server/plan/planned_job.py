@@ -84,7 +84,7 @@ class PlannedJob:
         sides = Sides.of(job, task, base, ranks, question, options.mbit)
         if sides.datacenter is None:
             _refuse_about_ranks(options, job, ranks)
-        changes = [ChangedPlan.of("as it is", {}, sides)]
+        changes = [ChangedPlan.of("as it is", {}, sides, job.budget)]
         changes += changed_plans(job, task, base, ranks, sides, on_gpus=options.on_gpus)
         regimes = possible_regimes(job, load_policy(job.strategy), datacenter=bool(ranks))
         timed = None

@@ -368,6 +368,25 @@ def test_the_page_has_large_sizes_in_mb_and_the_parts_of_layouts(job_file):
     options = PlanOptions(layouts=True)
     plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), options)
     page = plan.html(now=0.0)
+def test_costs_say_what_they_leave_out_and_what_goes_beyond_the_budget(job_file):
+    plan = plan_of(job_file, (*FEDERATED, "budget=39"), PlanOptions())
+    (cost,) = plan.sides.cost
+    said = "exact, without failed attempts; beyond budget=39, where the run ends earlier"
+    assert (cost.value, cost.how) == (40, said)
+    rows = {each.name: each for each in plan.changes}
+    assert rows["as it is"].beyond == "beyond budget=39, where the run ends earlier"
+    assert rows["adapters of rank 8, frozen base"].beyond
+    assert "    cost beyond budget=39, where the run ends earlier" in plan.lines()
+    assert "cost beyond budget=39, where the run ends earlier" in plan.html()
+    rich = plan_of(job_file, (*FEDERATED, "budget=40"), PlanOptions())
+    assert rich.sides.cost[0].how == "exact, without failed attempts"
+    assert not any(each.beyond for each in rich.changes[:1])
+    mixed = plan_of(job_file, (*RANKS, "strategy.policy=alternate", "budget=44"), PlanOptions())
+    assert figures(mixed.sides.cost)["any mixture"].how.endswith(
+        "at most beyond budget=44, where the run ends earlier"
+    )
+
+
     for each in plan.sides.datacenter.others:
         if not each.refused:
             assert f"{each.peak:,} bytes, {each.peak / 1e6:.4g} MB" in page
