@@ -69,6 +69,7 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         notes_of_layouts=_sentences(note),
         changes=[(each.name, _with_mb(_figures(each))) for each in plan.changes],
         assumptions=list(_assumptions(plan)),
+        command=plan.command,
     )
 
 
@@ -246,8 +247,8 @@ def _figures(changed: ChangedPlan) -> str:
     """The figures of a changed plan, or why there are none, in words."""
     parts = [f"{each.name} {short(each)}" for each in changed.figures]
     parts += [f"refused: {changed.refused}"] if changed.refused else []
-    return "; ".join(parts)
     parts += [f"cost {changed.beyond}"] if changed.beyond else []
+    return "; ".join(parts)
 
 
 def _assumptions(plan: PlannedJob) -> Iterator[str]:

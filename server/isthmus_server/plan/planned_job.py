@@ -45,9 +45,11 @@ class PlannedJob:
     """Federated rounds that were timed; None for a job without devices."""
     trials: Trials | None
     """None without `trial`."""
+    command: str = ""
+    """The command that makes the plan; empty if the job is no file."""
 
     @classmethod
-    def of(cls, job: Job, task: Task, base: Path, options: PlanOptions) -> Self:
+    def of(cls, job: Job, task: Task, base: Path, options: PlanOptions, command: str = "") -> Self:
         """Compute it; nothing is trained but what `measure` and `trial` ask for.
 
         Federated rounds are timed if the job has speeds of devices.
@@ -57,6 +59,7 @@ class PlannedJob:
             task: its task.
             base: the job file's folder.
             options: what is asked.
+            command: that asks it, if the job is a file.
 
         Raises:
             UserError: the job cannot run, in the words of `isthmus job check`; or the options do
@@ -100,6 +103,7 @@ class PlannedJob:
             calibration=calibration,
             timed=timed,
             trials=None,
+            command=command,
         )
         if options.trial is None:
             return found
@@ -306,6 +310,7 @@ class PlannedJob:
         return {
             "job": self.job.name,
             "rounds": self.job.rounds,
+            "command": self.command,
             "datacenter": None if ranks is None else self._ranks_json(ranks),
             "devices": None if devices is None else devices.to_json() | self._timed_json(),
             "privacy": [each.to_json() for each in self.sides.privacy],

@@ -97,7 +97,13 @@ class TimedRounds:
             return cls(unknown=f"duration of a round is not known: {error}")
         ends = [each.record.elapsed for each in rounds]
         seconds = [end - start for start, end in itertools.pairwise([0.0, *ends])]
-        note = "durations of rounds are at the speeds of [simulation]"
+        count = "one round was timed" if len(rounds) == 1 else f"{len(rounds)} rounds were timed"
+        if len(rounds) < min(ROUNDS, job.rounds if job.privacy is not None else ROUNDS):
+            count += f", as many as began within {REAL_SECONDS:g} seconds on this machine"
+        note = (
+            f"durations of rounds are at the speeds of [simulation], of the one fleet that seed="
+            f"{job.seed} draws from them: another seed has other devices; {count}"
+        )
         if job.evaluation.devices:
             note += ", and without the evaluation on devices"
         return cls(

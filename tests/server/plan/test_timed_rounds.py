@@ -95,11 +95,20 @@ def test_lines_json_and_page_have_the_same_figures(job_file):
     devices = json.loads(done.output)["devices"]
     plan = planned(job_file)  # with the same draws
     assert devices["duration"] == [each.to_json() for each in plan.timed.figures]
-    assert devices["duration_note"] == "durations of rounds are at the speeds of [simulation]"
+    assert devices["duration_note"] == (
+        "durations of rounds are at the speeds of [simulation], of the one fleet that seed=0 draws "
+        "from them: another seed has other devices; 6 rounds were timed"
+    )
     median = durations(plan)["median of a round"].text
     assert f"  duration   median of a round: {median}" in plan.lines()
     assert median in plan.html()
-    assert "Durations of rounds are at the speeds of [simulation]." in plan.html()
+    assert "Durations of rounds are at the speeds of [simulation], of the one fleet" in plan.html()
+
+
+def test_how_many_rounds_were_timed_is_said(job_file, monkeypatch):
+    monkeypatch.setattr(timed_rounds, "REAL_SECONDS", 0.0)
+    note = planned(job_file).timed.note
+    assert note.endswith("; one round was timed, as many as began within 0 seconds on this machine")
 
 
 @pytest.mark.parametrize(
