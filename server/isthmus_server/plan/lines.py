@@ -8,7 +8,7 @@ from isthmus.job.planned import FAKE, WHY_NO_SUM, Figure, PlannedLayout, Planned
 from isthmus_server.plan.compared_layouts import (
     grouped_refusals,
     layout_rows,
-    note_of_layouts,
+    notes_of_layouts,
     order_of_layouts,
 )
 from isthmus_server.plan.devices import PlannedDevices
@@ -100,8 +100,7 @@ def _of_layouts(plan: PlannedJob, ranks: PlannedRanks) -> list[str]:
         step = f", {each.step}" if each.step else ""
         found.append(f"    {each.text}: {each.layout.peak:,} bytes{fits}{step}")
     found += [f"    {text}: refused: {why}" for why, text in refused.items()]
-    note = note_of_layouts(rows, has_gpu=plan.options.gpu is not None)
-    return [*found, f"  {note}"] if note else found
+    return found + [f"  {each}" for each in notes_of_layouts(plan, ranks, rows)]
 
 
 def _of_layout(plan: PlannedJob, layout: PlannedLayout) -> list[str]:

@@ -14,7 +14,7 @@ from isthmus_server.plan.compared_layouts import (
     LayoutRow,
     grouped_refusals,
     layout_rows,
-    note_of_layouts,
+    notes_of_layouts,
     order_of_layouts,
 )
 from isthmus_server.plan.cost import UNIT_OF_PRICE
@@ -51,7 +51,7 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
     metric = "" if trials is None else trials.metric
     ranks = plan.sides.datacenter
     rows = [] if ranks is None else layout_rows(plan, ranks)
-    note = note_of_layouts(rows, has_gpu=plan.options.gpu is not None)
+    notes = [] if ranks is None else notes_of_layouts(plan, ranks, rows)
     return page(
         "plan",
         f"{plan.job.name}: plan",
@@ -66,7 +66,7 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         facts=[(name, _with_mb(value)) for name, value in _facts(plan)],
         layouts=[] if ranks is None else _layouts(ranks, rows),
         order_of_layouts=order_of_layouts(rows),
-        notes_of_layouts=_sentences(note),
+        notes_of_layouts=_sentences(*notes),
         changes=[(each.name, _with_mb(_figures(each))) for each in plan.changes],
         assumptions=list(_assumptions(plan)),
         command=plan.command,

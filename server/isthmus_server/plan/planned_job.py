@@ -20,7 +20,7 @@ from isthmus.job.planned import (
 from isthmus.task import Task
 from isthmus_server.plan.calibration import WHICH_RANKS, Calibration, PlanError
 from isthmus_server.plan.changes import ChangedPlan, changed_plans
-from isthmus_server.plan.compared_layouts import ordered
+from isthmus_server.plan.compared_layouts import LAUNCHES, SHORT_STEP, ordered
 from isthmus_server.plan.cost import possible_regimes
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.sides import Sides
@@ -215,7 +215,20 @@ class PlannedJob:
         nodes = self.options.nodes
         if nodes is None:
             return []
-        return assumptions(self.job, nodes, self.options.peak_share)
+        found = assumptions(self.job, nodes, self.options.peak_share)
+        step = self.time_of_step
+        return [*found, LAUNCHES] if step is not None and step < SHORT_STEP else found
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the time of a step is that of a named GPU, with messages."""
+        return self.options.gpu is not None
+
+    def replicas(self, ranks: PlannedRanks, layout: PlannedLayout) -> tuple[int, int]:
+        """Replicas of the model in a layout that is compared, and the examples of a step of all."""
+        section = with_changes(self.job, layout.changes(ranks.ranks)).datacenter
+        replicas = section.replicas(ranks.ranks)
+        return replicas, replicas * section.for_replicas(replicas).batch_size
 
     def goodput(self, ranks: PlannedRanks) -> list[Figure]:
         """How much of the time trains, where ranks fail; nothing if nothing is said of failures."""

@@ -343,3 +343,27 @@ def test_chromium_shows_the_page(planned, tmp_path):
     )
     assert "accuracy against cost" in found.stdout
     assert found.stdout.count("<polyline") >= 12
+
+
+@needs_chromium
+def test_closed_parts_of_a_page_are_printed(planned, tmp_path):
+    def printed(rows):
+        file = tmp_path / "plan.html"
+        row = "<tr><td>row</td></tr>"
+        file.write_text(planned[1].replace(row_of_changes, row_of_changes + rows * row))
+        subprocess.run(
+            [
+                CHROMIUM,
+                "--headless",
+                *CHROMIUM_OPTIONS,
+                f"--print-to-pdf={tmp_path / 'plan.pdf'}",
+                file.as_uri(),
+            ],
+            check=True,
+            timeout=50,
+        )
+        return len(re.findall(rb"/Type ?/Page\b", (tmp_path / "plan.pdf").read_bytes()))
+
+    row_of_changes = "<th>figures</th></tr></thead><tbody>"
+    assert row_of_changes in planned[1]
+    assert printed(300) > printed(0) + 3
