@@ -8,24 +8,17 @@ from typing import Any, Self
 
 from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
-from isthmus.job.planned import (
-    FAKE,
-    GIVEN,
-    MEASURED,
-    Figure,
-    PlannedLayout,
-    PlannedRanks,
-    RanksQuestion,
-)
+from isthmus.job.planned import FAKE, Figure, PlannedLayout, PlannedRanks, RanksQuestion
 from isthmus.task import Task
 from isthmus_server.plan.calibration import WHICH_RANKS, Calibration, PlanError
+from isthmus_server.plan.changed_durations import Durations
 from isthmus_server.plan.changes import ChangedPlan, changed_plans
 from isthmus_server.plan.compared_layouts import LAUNCHES, SHORT_STEP, ordered
 from isthmus_server.plan.cost import possible_regimes
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.sides import Sides
-from isthmus_server.plan.step_time import GpuNodes, assumptions, peak_of, step_time
-from isthmus_server.plan.step_time import figures as figures_of_step
+from isthmus_server.plan.step_figures import step_figures, time_of_step
+from isthmus_server.plan.step_time import assumptions, peak_of, step_time
 from isthmus_server.plan.timed_rounds import TimedRounds
 from isthmus_server.plan.trials import Trials, policies_of
 from isthmus_server.strategy.loading import check_names, load_policy
@@ -87,14 +80,15 @@ class PlannedJob:
         sides = Sides.of(job, task, base, ranks, question, options.mbit)
         if sides.datacenter is None:
             _refuse_about_ranks(options, job, ranks)
-        changes = [ChangedPlan.of("as it is", {}, sides, job.budget)]
-        changes += changed_plans(job, task, base, ranks, sides, on_gpus=options.on_gpus)
         regimes = possible_regimes(job, load_policy(job.strategy), datacenter=bool(ranks))
         timed = None
         if sides.devices is not None:
             parameters = int(sides.devices.memory[0].value)
             mixed = any(kind != "federated" for kind in regimes)
             timed = TimedRounds.of(job, base, parameters, mixed=mixed)
+        durations = Durations(base=base, options=options, calibration=calibration, timed=timed)
+        changes = [ChangedPlan.of("as it is", {}, sides, job.budget, durations.of(job, sides))]
+        changes += changed_plans(job, task, base, ranks, sides, durations)
         found = cls(
             job=job,
             options=options,
@@ -144,49 +138,14 @@ class PlannedJob:
         """Seconds of a step, in the middle of what they can be; None if they are not known."""
         if self.sides.datacenter is None:
             return None
-        for each in self.step(self.sides.datacenter):
-            if each.name == "time of a step":
-                return (each.value + each.highest) / 2
-        return None
+        return time_of_step(self.step(self.sides.datacenter))
 
     def step(self, ranks: PlannedRanks) -> list[Figure]:
         """Operations of a step, the rate, and the seconds of a step, a round and the run.
 
         Without a rate or a measured step there are operations only.
         """
-        found = []
-        if ranks.operations is not None:
-            found.append(Figure("operations of a step", ranks.operations, "FLOP", FAKE))
-        by_option = self.options.tflops is not None or self.options.gpu is not None
-        is_given = ranks.rate is not None or by_option
-        if self.calibration is not None and not is_given:
-            measured = self.calibration.step_seconds(self.job, ranks.ranks)
-            if measured is not None:
-                how = self.calibration.how
-                return found + self._times(measured.low, measured.high, how)
-        if self.options.nodes is not None:
-            return found + self._modelled(ranks, self.options.nodes)
-        rate = ranks.rate
-        obtained = MEASURED
-        how = f"rate {MEASURED}, of one rank on its processors; without messages between ranks"
-        if self.options.tflops is not None:
-            rate = self.options.tflops * 1e12
-            obtained = GIVEN
-            how = f"rate {GIVEN} by --tflops; without messages between ranks"
-        if rate is None or ranks.operations is None:
-            return found
-        seconds = ranks.operations / rate
-        found.append(Figure("rate", rate, "FLOP/s", obtained))
-        return found + self._times(seconds, seconds, how)
-
-    def _modelled(self, ranks: PlannedRanks, nodes: GpuNodes) -> list[Figure]:
-        """Parts of a step on named GPUs, and the seconds of a step, a round and the run."""
-        step = step_time(self.job, ranks, nodes, self.options.peak_share)
-        if step is None:
-            return []
-        how = f"model of --gpu {self.options.gpu}"
-        parts = figures_of_step(step, how)
-        return parts + self._times(step.seconds, step.seconds, how)
+        return step_figures(self.job, ranks, self.options, self.calibration)
 
     def step_seconds(self, ranks: PlannedRanks, layout: PlannedLayout) -> float | None:
         """Seconds of a step in a layout that is compared, by what those of the job's own are.
@@ -244,17 +203,6 @@ class PlannedJob:
             steps = self.job.datacenter.checkpoint_steps or self.job.datacenter.steps
             interval = min(steps, self.job.datacenter.steps) * step.highest
         return failures.figures(interval, None if run is None else run.highest)
-
-    def _times(self, least: float, most: float, how: str) -> list[Figure]:
-        """Seconds of a step, a round and the run, by those of a step."""
-        steps = self.job.datacenter.steps
-        every = self.job.rounds * steps
-        of_run = f"if each round is the datacenter's; {how}"
-        return [
-            Figure("time of a step", least, "s", how, most=most),
-            Figure("time of a round", steps * least, "s", how, most=steps * most),
-            Figure("time of the run", every * least, "s", of_run, most=every * most),
-        ]
 
     def fits(self, layout: PlannedLayout) -> bool | None:
         """Whether a layout fits the memory that was given; None if that is not known."""

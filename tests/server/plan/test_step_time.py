@@ -187,6 +187,22 @@ def test_the_parts_of_a_step_are_said_with_what_is_assumed(job_file):
     assert "Time of a step: H100" in page
 
 
+def test_changed_plans_have_the_time_of_their_rounds(job_file):
+    def round_of(found):
+        (round_,) = (
+            each for each in found if each.name in ("a datacenter round", "time of a round")
+        )
+        return round_.value
+
+    plan = plan_of(job_file, (), PlanOptions(gpu="h100"))
+    rows = {each.name: each.figures for each in plan.changes}
+    assert round_of(rows["as it is"]) == round_of(plan.step(plan.sides.datacenter))
+    more = plan_of(job_file, ("datacenter.ranks=8",), PlanOptions(gpu="h100"))
+    expected = round_of(more.step(more.sides.datacenter))
+    assert round_of(rows["ranks x 2"]) == expected != round_of(rows["as it is"])
+    assert "a datacenter round" not in str(plan_of(job_file, (), PlanOptions()).changes)
+
+
 def test_accumulated_parts_send_what_they_send(job_file):
     def messages(*overrides):
         plan = plan_of(job_file, ("datacenter.zero_stage=3", *overrides), PlanOptions(gpu="h100"))

@@ -111,6 +111,24 @@ def test_how_many_rounds_were_timed_is_said(job_file, monkeypatch):
     assert note.endswith("; one round was timed, as many as began within 0 seconds on this machine")
 
 
+@pytest.mark.usefixtures("many")
+def test_what_would_change_durations_is_said(job_file):
+    plan = planned(job_file)
+    rows = {each.name: {f.name: f for f in each.figures} for each in plan.changes}
+    took = {
+        name: row["a federated round"].value
+        for name, row in rows.items()
+        if "a federated round" in row
+    }
+    assert took["as it is"] == plan.timed.mean
+    assert took["cohort x 2"] != took["as it is"]
+    # Without devices to spare, the slowest has to come.
+    assert took["over-selection 1"] > took["as it is"]
+    # Without rates of links, the bytes of updates take no time.
+    assert took["updates of 4 bits"] == took["as it is"]
+    assert "a federated round" not in rows["adapters of rank 8, frozen base"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
