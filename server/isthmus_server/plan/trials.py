@@ -41,6 +41,9 @@ from isthmus_server.strategy.policy import Kind
 
 _LOSS = "loss"
 """The metric that policies follow unless they are told another."""
+MIXED = 4 / 3
+"""Factor on the distance of an interval's ends from its median where the regimes of a trial mix:
+without it, 78 to 88 % of 90 % intervals held in the ten jobs by which it was chosen."""
 SEEDS = 2
 """Trials of each policy, of which each divides and draws in another way."""
 
@@ -335,12 +338,22 @@ def _forecast(
             return PolicyTrial(policy=name, seeds=points, forecast=found, note=note)
         note = f"{found.unknown}; so its forecast goes on with rounds like its last ones"
         found = _as_before(job, name, logs[0], curves[shown], facts, shown)
+    found = _as_often_right(found, logs, curves[shown])
     return PolicyTrial(
         policy=name,
         seeds=points,
         forecast=_known_times(job, logs, _at_least(job, found, points, shown)),
         note=note,
     )
+
+
+def _as_often_right(
+    found: Alternative, logs: Sequence[RoundLog], curve: LearningCurves
+) -> Alternative:
+    """A forecast with a longer interval, if the regimes of the trials mix."""
+    if found.reached is None or all(len(log.kinds) < 2 for log in logs):
+        return found
+    return dataclasses.replace(found, reached=curve.widened(found.reached, MIXED))
 
 
 def _at_least(

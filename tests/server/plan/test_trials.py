@@ -16,11 +16,12 @@ import isthmus
 from isthmus.errors import UserError
 from isthmus.job import with_changes
 from isthmus_server.cli.plan import plan as plan_command
+from isthmus_server.plan import trials
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.plan import plan_of
 from isthmus_server.plan.replayed_policy import delivered_of
 from isthmus_server.plan.trial_sentences import unequal_of
-from isthmus_server.plan.what_if import Trained
+from isthmus_server.plan.what_if import Trained, curves_of, facts_of
 from isthmus_server.strategy.learning_curves import Interval
 from isthmus_simulation.trial import train_trial
 
@@ -80,6 +81,18 @@ def test_each_policy_has_a_forecast_of_the_end_with_its_cost(planned):
     assert tried["federated"].forecast.price == (40.0, 40.0)
     assert tried["hybrid"].forecast.rounds == (6, 6)
     assert tried["datacenter"].forecast.price == (24.0, 24.0)
+
+
+def test_a_mixture_has_a_longer_interval_than_its_curves(monkeypatch, trained):
+    logs = [log_of(trained("alternate", rounds=12))]
+    cut = [dataclasses.replace(logs[0], rounds=logs[0].rounds[:8])]
+    parts = ("alternate", cut, facts_of(cut, "accuracy"), curves_of(cut, ["accuracy"]))
+    found = trials._forecast(logs[0].job, *parts, "accuracy", 8).forecast.reached
+    monkeypatch.setattr(trials, "MIXED", 1)
+    before = trials._forecast(logs[0].job, *parts, "accuracy", 8).forecast.reached
+    assert found.median == before.median
+    assert found.median - found.low == pytest.approx(4 / 3 * (before.median - before.low))
+    assert found.high == min(1.0, found.median + 4 / 3 * (before.high - before.median))
 
 
 def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planned):
