@@ -35,7 +35,7 @@ class ChangedPlan:
     refused: str = ""
     """Why the job cannot be changed so, or the memory of a rank is not known."""
     beyond: str = ""
-    """That its cost goes beyond the budget of the job, a clause; empty if it does not."""
+    """A clause that its cost goes beyond the budget of the job; empty if it does not."""
 
     @classmethod
     def of(

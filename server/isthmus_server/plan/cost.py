@@ -75,7 +75,7 @@ def costs(job: Job, policy: Policy, regimes: Sequence[Kind], model_bytes: int) -
 
 
 def beyond(figure: Figure, budget: float | None) -> str:
-    """That a price goes beyond the budget of the job, a clause; empty if it does not."""
+    """A clause that a price goes beyond the budget of the job; empty if it does not."""
     if budget is None or figure.highest <= budget:
         return ""
     part = "" if figure.value > budget else "at most "

@@ -43,7 +43,7 @@ def overlap_of(policies: Sequence[PolicyTrial], metric: str) -> str:
 
 
 def unequal_of(policies: Sequence[PolicyTrial], job: Job) -> str:
-    """That policies end at unequal prices or rounds, and what makes them equal, a sentence.
+    """A sentence that policies end at unequal prices or rounds, and what makes them equal.
 
     Empty if they are equal.
 
@@ -123,7 +123,7 @@ def untimed_side(job: Job, regimes: Collection[str]) -> str:
 
 
 def untimed_of(policies: Sequence[PolicyTrial], job: Job) -> str:
-    """Of which policies no duration is known, and what says it, a sentence; empty if of none."""
+    """A sentence on policies without a known duration, and what gives it; empty without any."""
     names = [
         each.policy
         for each in policies

@@ -57,12 +57,12 @@ class Trials:
     """Most rounds of each trial."""
     policies: Sequence[PolicyTrial]
     unequal: str = ""
-    """That the policies end at unequal prices or rounds, and what makes them equal, a sentence;
+    """A sentence that the policies end at unequal prices or rounds, and what makes them equal;
     empty if they are."""
     lower: str = ""
     """Why forecasts begin below what the trials had reached, a sentence; empty if none do."""
     untimed: str = ""
-    """Of which policies no duration is known, and what says it, a sentence; empty if of none."""
+    """A sentence on policies without a known duration, and what gives it; empty without any."""
     steps: str = ""
     """How steps of the trials' datacenter differ from those of the job's, a sentence; empty if they
     have as many examples, or there are none."""

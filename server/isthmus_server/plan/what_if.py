@@ -103,7 +103,7 @@ class Alternative:
 
     @property
     def course(self) -> str:
-        """Its rounds, cost and time."""
+        """Rounds, cost and time of it."""
         return (
             f"{_range(self.rounds)} rounds, cost {_range(self.price)}, "
             f"{time_in_words(*self.seconds)}"
@@ -131,7 +131,7 @@ class WhatIf:
     """Name of the run's policy."""
     metric: str
     value: float
-    """That of the delivered model, or if the run goes on, of the one that it would deliver now."""
+    """The metric of the delivered model; while the run goes on, of what it would deliver now."""
     rounds: int
     """Number of committed rounds."""
     price: float
