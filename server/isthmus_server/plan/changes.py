@@ -34,8 +34,8 @@ class ChangedPlan:
     figures: list[Figure] = dataclasses.field(default_factory=list)
     refused: str = ""
     """Why the job cannot be changed so, or the memory of a rank is not known."""
-    beyond: str = ""
-    """A clause that its cost goes beyond the budget of the job; empty if it does not."""
+    notes: Sequence[str] = ()
+    """What is to be known of the figures, clauses: a cost beyond the budget, other devices."""
 
     @classmethod
     def of(
@@ -69,8 +69,13 @@ class ChangedPlan:
         figures += sides.privacy
         cost = sides.cost[-1:]
         figures += cost
-        mark = "".join(beyond(each, budget) for each in cost)
-        return cls(name=name, changes=changes, figures=figures, refused=refused, beyond=mark)
+        notes = [f"cost: {mark}" for each in cost if (mark := beyond(each, budget))]
+        clients = changes.get("federated.clients")
+        if clients is not None:
+            notes.append(
+                f"with federated.clients={clients}, among whom the task may divide its data anew"
+            )
+        return cls(name=name, changes=changes, figures=figures, refused=refused, notes=notes)
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
@@ -79,7 +84,7 @@ class ChangedPlan:
             "changes": dict(self.changes),
             "figures": [each.to_json() for each in self.figures],
             "refused": self.refused,
-            "beyond": self.beyond,
+            "notes": list(self.notes),
         }
 
 

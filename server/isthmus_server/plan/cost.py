@@ -78,7 +78,7 @@ def beyond(figure: Figure, budget: float | None) -> str:
     """A clause that a price goes beyond the budget of the job; empty if it does not."""
     if budget is None or figure.highest <= budget:
         return ""
-    part = "" if figure.value > budget else "at most "
+    part = "" if figure.value > budget else "its highest "
     return f"{part}beyond budget={budget:.15g}, where the run ends earlier"
 
 

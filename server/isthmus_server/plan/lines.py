@@ -58,7 +58,7 @@ def lines_of(plan: PlannedJob) -> list[str]:
         if each.refused:
             found.append(f"    refused: {each.refused}")
         found += [f"    {figure.name:<24} {short(figure)}" for figure in each.figures]
-        found += [f"    cost {each.beyond}"] if each.beyond else []
+        found += [f"    {note}" for note in each.notes]
     return found
 
 

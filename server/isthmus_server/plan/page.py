@@ -247,7 +247,7 @@ def _figures(changed: ChangedPlan) -> str:
     """The figures of a changed plan, or why there are none, in words."""
     parts = [f"{each.name} {short(each)}" for each in changed.figures]
     parts += [f"refused: {changed.refused}"] if changed.refused else []
-    parts += [f"cost {changed.beyond}"] if changed.beyond else []
+    parts += changed.notes
     return "; ".join(parts)
 
 

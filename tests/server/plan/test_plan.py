@@ -374,16 +374,18 @@ def test_costs_say_what_they_leave_out_and_what_goes_beyond_the_budget(job_file)
     said = "exact, without failed attempts; beyond budget=39, where the run ends earlier"
     assert (cost.value, cost.how) == (40, said)
     rows = {each.name: each for each in plan.changes}
-    assert rows["as it is"].beyond == "beyond budget=39, where the run ends earlier"
-    assert rows["adapters of rank 8, frozen base"].beyond
-    assert "    cost beyond budget=39, where the run ends earlier" in plan.lines()
-    assert "cost beyond budget=39, where the run ends earlier" in plan.html()
+    note = "cost: beyond budget=39, where the run ends earlier"
+    assert rows["as it is"].notes == rows["adapters of rank 8, frozen base"].notes == [note]
+    others = "with federated.clients=8, among whom the task may divide its data anew"
+    assert rows["cohort x 2"].notes == [note, others]
+    assert {f"    {note}", f"    {others}"} <= set(plan.lines())
+    assert f"{note}; {others}" in plan.html()
     rich = plan_of(job_file, (*FEDERATED, "budget=40"), PlanOptions())
     assert rich.sides.cost[0].how == "exact, without failed attempts"
-    assert not any(each.beyond for each in rich.changes[:1])
+    assert not rich.changes[0].notes
     mixed = plan_of(job_file, (*RANKS, "strategy.policy=alternate", "budget=44"), PlanOptions())
     assert figures(mixed.sides.cost)["any mixture"].how.endswith(
-        "at most beyond budget=44, where the run ends earlier"
+        "its highest beyond budget=44, where the run ends earlier"
     )
 
 
