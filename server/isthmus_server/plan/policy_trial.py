@@ -36,8 +36,11 @@ class PolicyTrial:
     """What the forecast assumes besides, or why there is none."""
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return dataclasses.asdict(self)
+        """All of it; a duration that is not known is None."""
+        found = dataclasses.asdict(self)
+        if self.forecast is not None and not any(self.forecast.seconds):
+            found["forecast"]["seconds"] = None
+        return found
 
     @property
     def text(self) -> str:

@@ -183,6 +183,7 @@ def test_a_time_of_nothing_is_not_known(job_file):
     plan = plan_of(job_file, (), PlanOptions(trial=3, policies=("federated",)))
     (tried,) = plan.trials.policies
     assert tried.forecast.seconds == (0.0, 0.0)
+    assert tried.to_json()["forecast"]["seconds"] is None
     assert tried.forecast.text.endswith(", time not known")
     assert Trained(value=0.5, rounds=3, price=1.0, seconds=0.0).text.endswith(", time not known")
 
