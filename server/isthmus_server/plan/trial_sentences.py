@@ -42,14 +42,10 @@ def overlap_of(policies: Sequence[PolicyTrial], metric: str) -> str:
     )
 
 
-def unequal_of(policies: Sequence[PolicyTrial], job: Job) -> str:
+def unequal_of(policies: Sequence[PolicyTrial]) -> str:
     """A sentence that policies end at unequal prices or rounds, and what makes them equal.
 
     Empty if they are equal.
-
-    Args:
-        policies: with their trials.
-        job: that is planned.
     """
     known = _forecast(policies)
     prices = [statistics.fmean(each.price) for each in known]
@@ -67,7 +63,7 @@ def unequal_of(policies: Sequence[PolicyTrial], job: Job) -> str:
     if len(parts) == 1 and max(rounds) > min(rounds):
         return f"{found}: they are compared at one price, and not by their rounds"
     each_round = min(price / count for price, count in zip(prices, rounds, strict=True) if count)
-    budget = max(prices) if job.budget is None else job.budget
+    budget = max(prices)
     if not each_round:
         return f"{found}: they are not compared at one price, and one of them costs nothing"
     paid = math.floor(budget / each_round * (1 + 1e-9))

@@ -129,7 +129,7 @@ class Trials:
             metric=shown,
             rounds=rounds,
             policies=tried,
-            unequal=unequal_of(tried, job),
+            unequal=unequal_of(tried),
             lower=lower_of(tried, job, shown),
             untimed=untimed_of(tried, job),
             steps=steps,

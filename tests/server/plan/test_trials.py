@@ -318,7 +318,7 @@ def test_unequal_prices_and_rounds_are_said(planned):
     assert f"  {said}" in plan.lines()
     assert f"T{said[1:]}" in Page(page).text
     only = dataclasses.replace(plan.trials.policies[1], policy="alike")
-    assert unequal_of((plan.trials.policies[1], only), plan.job) == ""
+    assert unequal_of((plan.trials.policies[1], only)) == ""
 
 
 def test_a_notebook_can_have_trials(job_file):
