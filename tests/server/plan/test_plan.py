@@ -407,7 +407,8 @@ def test_the_page_has_large_sizes_in_mb_and_the_parts_of_layouts(job_file):
     for each in plan.sides.datacenter.others:
         if not each.refused:
             assert f"{each.peak:,} bytes, {each.peak / 1e6:.4g} MB" in page
-            assert f"optimizer {each.memory['optimizer'] / 1e6:.4g} MB" in page
+            assert f"parameters {each.memory['parameters'] / 1e6:.4g} MB" in page
+            assert "optimizer 0 bytes" in page
 
 
 def test_the_plan_says_why_the_peak_is_no_sum(job_file):
