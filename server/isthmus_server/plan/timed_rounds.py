@@ -111,7 +111,7 @@ class TimedRounds:
         ends = [each.record.elapsed for each in rounds]
         seconds = [end - start for start, end in itertools.pairwise([0.0, *ends])]
         count = "one round was timed" if len(rounds) == 1 else f"{len(rounds)} rounds were timed"
-        if len(rounds) < (most if job.privacy is None else min(most, job.rounds)):
+        if len(rounds) < most and len(rounds) != job.rounds:  # of some jobs all rounds are timed
             count += f", as many as began within {real_seconds:g} seconds on this machine"
         note = (
             f"durations of rounds are at the speeds of [simulation], of the one fleet that seed="
