@@ -1,4 +1,4 @@
-"""Limits of one server: idle connections, broadcast, restart, cut connections, a large model.
+"""Limits of one server: connections, broadcast, restart, cuts, large models; and aggregators.
 
 The server is a separate `isthmus server start` process with mutual TLS on loopback sockets, a
 registry, and jobs submitted by an operator (`device_fleet/server.py`). The devices are real
@@ -10,11 +10,14 @@ nothing (`device_fleet/devices.py`). All processes share the cores of this machi
     Heartbeats go both ways meanwhile, and no device may be disconnected.
  2. Broadcast. A round of the null job: every device receives 1 MB and replies. Measured from the
     first request to the last reply. The reply only names the update, which is also 1 MB and is
-    transferred afterwards; the round must then finish, or the benchmark fails. The lower bound
-    (`device_fleet/socket_floor.py`) sends the same bytes to as many plain sockets, in as many
-    processes, with one copy at each end and a reply. Rounds and lower bound are measured in turn
-    and their medians compared. The CPU time of all processes is printed too, because other load on
-    the machine changes it less.
+    transferred afterwards; the round must then finish, or the benchmark fails. The model takes two
+    roads in turn: `link`, the streams of the devices; and `mirror`, where the server puts it on a
+    web server once (`device_fleet/static_web.py`: nginx with its defaults), from which each device
+    gets it over an HTTPS connection of its own, decrypts it, and verifies its digest. In
+    the second, no byte of it may be on the link. The lower bound (`device_fleet/socket_floor.py`)
+    sends the same bytes to as many plain sockets, in as many processes, with one copy at each end
+    and a reply. Rounds and lower bound are measured in turn and their medians compared. The CPU
+    time of all processes is printed too, because other load on the machine changes it less.
  3. Reconnection after a restart. In the second of three rounds the server is killed and restarted
     when most updates have been accepted and four are still in transfer. The time is from the
     moment the new server listens to the last device's welcome, including each device's backoff.
@@ -28,11 +31,20 @@ nothing (`device_fleet/devices.py`). All processes share the cores of this machi
     connections in one second of two days, with an hour without a server.
  6. A large model. Two rounds of 250M float32 parameters with four devices; each receives the whole
     model and sends an update of full size. The server's peak memory (the kernel's VmHWM) minus its
-    memory after a small job, over the size of the model.
+    memory after a small job, over the size of the model. Then one round of 0.8 GB with six devices,
+    for the time from the submission to the end of the job, and the same peak. All of it are
+    messages over mutual TLS.
+ 7. Aggregators. Rounds of 1,000 devices and 1M parameters, in which each device receives the model
+    and sends an update, with 1, 2 and 4 aggregators and without any
+    (`device_fleet/aggregated_rounds.py`). The models must be the same. On one machine aggregators
+    take the cores that the server leaves; what they are for is the CPU time of the server.
 
-Figures: `bytes_per_idle_connection`, `broadcast_over_floor`, `storm_seconds/<devices>`,
-`resumed_over_content/<down|up>`, `enrolled/<devices>` (connections in the busiest second),
-`large_model_peak_over_model`.
+Figures: `bytes_per_idle_connection`, `broadcast_over_floor/<link|mirror>`,
+`storm_seconds/<devices>`, `resumed_over_content/<down|up>`, `enrolled/<devices>` (connections in
+the busiest second), `large_model_peak_over_model`, `seconds/<size>/<devices>`,
+`peak_over_model/<size>/<devices>`, `speedup/aggregators/<n>` (time of a round without aggregators
+over that with n), `coordinator_cpu_ratio/<n>` (CPU time of the server's processes for a round with
+n aggregators over that without).
 """
 
 from __future__ import annotations
@@ -48,25 +60,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from device_fleet import socket_floor
+from device_fleet import aggregated_rounds, socket_floor
+from device_fleet.aggregated_rounds import AggregatedRounds
 from device_fleet.check_ins import simulate
-from device_fleet.devices import DeviceProcesses, Status, value
+from device_fleet.devices import DeviceOptions, DeviceProcesses, Status, value
 from device_fleet.interruptions import resume
-from device_fleet.server import BenchmarkServer, kill, report, stable_memory
+from device_fleet.server import (
+    BenchmarkServer,
+    bytes_to_devices,
+    check_model,
+    kill,
+    stable_memory,
+)
+from device_fleet.static_web import StaticWeb, static_web
 from harness import command_line, figures
 from harness.figures import Target
 from harness.processes import memory, reset_peak
-from safetensors.numpy import load_file
 
 HELD = 4
 """Updates in transfer when the server is killed: half of its limit of parallel transfers."""
 TARGETS = {
     "bytes_per_idle_connection": Target(at_most=80_000),
-    "broadcast_over_floor": Target(at_most=3),
+    "broadcast_over_floor/*": Target(at_most=3),
     # What a server accepts in a second, see `isthmus_server.transport.check_ins`.
     "enrolled/1000000": Target(at_most=100),
     # The memory for loading PyTorch is a larger part of that for a smaller model.
     "large_model_peak_over_model": Target(at_most=2.5, full_size=True),
+    "peak_over_model/*": Target(at_most=2.5, full_size=True),
+    # Of two cores, on which all of it runs, aggregators can give the server no third one.
+    "speedup/aggregators/*": Target(at_least=1),
+    "coordinator_cpu_ratio/4": Target(at_most=0.25),
 }
 
 
@@ -85,6 +108,12 @@ class Sizes:
     enrolled: int = 1_000_000
     connected: int = 10_000
     large_parameters: int = 250_000_000
+    job_parameters: int = 200_000_000
+    """Parameters of the job of six devices."""
+    aggregated: int = 1000
+    aggregated_parameters: int = 1_000_000
+    aggregated_rounds: int = 2
+    aggregators: tuple[int, ...] = (1, 2, 4)
     processes: int = 2
     """Processes that simulate devices."""
 
@@ -99,18 +128,25 @@ QUICK = Sizes(
     enrolled=100_000,
     connected=1000,
     large_parameters=25_000_000,
+    job_parameters=20_000_000,
+    aggregated=100,
 )
 SMOKE = Sizes(
     idle=3,
     idle_seconds=0.1,
     broadcast=3,
-    broadcast_bytes=4000,
+    broadcast_bytes=100_000,
     rounds=1,
     storm=6,
     wire_parameters=80_000,
     enrolled=500,
     connected=20,
     large_parameters=1000,
+    job_parameters=1000,
+    aggregated=3,
+    aggregated_parameters=1000,
+    aggregated_rounds=1,
+    aggregators=(2,),
     processes=1,
 )
 
@@ -128,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "wires": wires,
         "enrolled": enrolled,
         "large": large,
+        "aggregators": aggregators,
     }
 
     def more(parser: argparse.ArgumentParser) -> None:
@@ -177,56 +214,86 @@ def idle(sizes: Sizes) -> Result:
 
 
 def broadcast(sizes: Sizes) -> Result:
-    """Measure sending a model to every device and receiving the replies."""
+    """Measure sending a model to every device and receiving the replies, on both roads."""
+    results: dict[str, float] = {}
+    rows: list[Row] = []
+    with _benchmark_server() as bench:
+        members = bench.join([f"device-{i}" for i in range(sizes.broadcast)])
+        with static_web(bench.folder) as web:
+            for road, mirror in (("link", None), ("mirror", web)):
+                over, row = _broadcast(bench, members, sizes, mirror)
+                results[f"broadcast_over_floor/{road}"] = over
+                rows.append(row)
+    return results, rows
+
+
+def _broadcast(
+    bench: BenchmarkServer, members: list[Path], sizes: Sizes, web: StaticWeb | None
+) -> tuple[float, Row]:
+    """Measure it on the link, or through a mirror on a web server."""
     count = sizes.broadcast
     seconds: list[float] = []
     cpu: list[float] = []
+    server_cpu: list[float] = []
     floor: list[float] = []
     floor_cpu: list[float] = []
-    with _benchmark_server() as bench:
-        members = bench.join([f"device-{i}" for i in range(count)])
-        with bench.serving() as server, _devices(bench, members, sizes, held_back=count) as devices:
-            devices.wait_until("all are welcome", lambda status: status.welcomes >= count, 300.0)
+    serving: tuple[str, ...] = ()
+    options = DeviceOptions(held_back=count)
+    if web is not None:
+        serving = ("--mirror", f"file:{web.folder}", "--mirror-url", web.address)
+        options = DeviceOptions(
+            held_back=count, mirror=f"{web.address}*", authority=web.certificate
+        )
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(bench.serving(*serving))
+        devices = stack.enter_context(
+            DeviceProcesses([bench.address], members, sizes.processes, options)
+        )
+        devices.wait_until("all are welcome", lambda status: status.welcomes >= count, 300.0)
 
-            def cpu_spent() -> float:
-                return server.tree.cpu_seconds() + devices.tree.cpu_seconds()
+        def cpu_spent() -> float:
+            spent = server.tree.cpu_seconds() + devices.tree.cpu_seconds()
+            return spent if web is None else spent + web.cpu_seconds()
 
-            run = bench.submit(count, sizes.broadcast_bytes // 4, sizes.rounds + 1)
-            for number in range(1, sizes.rounds + 2):
-                key = (number, 1)
-                devices.wait_until(
-                    "a round begins", lambda status, key=key: key in status.rounds, 120.0
+        run = bench.submit(count, sizes.broadcast_bytes // 4, sizes.rounds + 1)
+        for number in range(1, sizes.rounds + 2):
+            key = (number, 1)
+            devices.wait_until(
+                "a round begins", lambda status, key=key: key in status.rounds, 120.0
+            )
+            cpu_before, server_before = cpu_spent(), server.tree.cpu_seconds()
+            progress = devices.wait_until(
+                "all have replied",
+                lambda status, key=key: status.rounds[key].replied == count,
+                300.0,
+                pause=0.1,  # polling costs CPU time that is measured here
+            ).rounds[key]
+            if progress.accepted:
+                raise RuntimeError("updates were sent before they were released")
+            if number > 1:  # the first round warms up the connections
+                seconds.append(progress.replied_at - progress.started_at)
+                cpu.append(cpu_spent() - cpu_before)
+                server_cpu.append(server.tree.cpu_seconds() - server_before)
+                floor_runs, floor_run_cpu = socket_floor.broadcast(
+                    count, sizes.broadcast_bytes, sizes.processes, 2
                 )
-                cpu_before = cpu_spent()
-                progress = devices.wait_until(
-                    "all have replied",
-                    lambda status, key=key: status.rounds[key].replied == count,
-                    300.0,
-                    pause=0.1,  # polling costs CPU time that is measured here
-                ).rounds[key]
-                if progress.accepted:
-                    raise RuntimeError("updates were sent before they were released")
-                if number > 1:  # the first round warms up the connections
-                    seconds.append(progress.replied_at - progress.started_at)
-                    cpu.append(cpu_spent() - cpu_before)
-                    floor_runs, floor_run_cpu = socket_floor.broadcast(
-                        count, sizes.broadcast_bytes, sizes.processes, 2
-                    )
-                    floor.append(min(floor_runs))
-                    floor_cpu.append(floor_run_cpu)
-                devices.release(number)
-            _finish(bench, run, count, sizes.rounds + 1)
-            _check_no_reconnects(devices.status(), count)
+                floor.append(min(floor_runs))
+                floor_cpu.append(floor_run_cpu)
+            devices.release(number)
+        bench.finish(run, count, sizes.rounds + 1)
+        _check_no_reconnects(devices.status(), count)
+    if web is not None and (sent := bytes_to_devices(run)):
+        raise RuntimeError(f"{sent} bytes of models were sent on the link and not by the mirror")
     over = statistics.median(seconds) / statistics.median(floor)
     over_cpu = statistics.median(cpu) / statistics.median(floor_cpu)
-    return {"broadcast_over_floor": over}, [
-        (
-            f"{sizes.broadcast_bytes / 1e6:g} MB to {count} devices and their replies",
-            f"{figures.times(over)} of the lower bound",
-            f"{figures.spread(seconds)}, the lower bound {figures.spread(floor)}; "
-            f"{figures.times(over_cpu)} of its CPU time, {statistics.median(cpu):.2f} s",
-        )
-    ]
+    road = "the link" if web is None else f"a mirror ({web.named})"
+    return over, (
+        f"{sizes.broadcast_bytes / 1e6:g} MB to {count} devices by {road} and their replies",
+        f"{figures.times(over)} of the lower bound",
+        f"{figures.spread(seconds)}, the lower bound {figures.spread(floor)}; "
+        f"{figures.times(over_cpu)} of its CPU time, {statistics.median(cpu):.2f} s, of which the "
+        f"server {statistics.median(server_cpu):.2f} s",
+    )
 
 
 def storm(sizes: Sizes) -> Result:
@@ -261,16 +328,9 @@ def storm(sizes: Sizes) -> Result:
                 300.0,
             )
             reconnected = status.welcomed_at
-            _finish(bench, run, count, rounds)
+            bench.finish(run, count, rounds)
             status = devices.status()
-        (vector,) = load_file(report(run)["final"]["model_path"]).values()
-    expected = -rounds * sum(value(i) for i in range(count)) / count
-    deviation = max(abs(float(vector.min()) - expected), abs(float(vector.max()) - expected))
-    if deviation > 0.5 / count:
-        raise RuntimeError(
-            f"the model has {float(vector[0])}, expected {expected}: "
-            "an update was counted twice, or not at all"
-        )
+        check_model(run, -rounds * sum(value(i) for i in range(count)) / count, 0.5 / count)
     attempts = max(attempt for round_, attempt in status.rounds if round_ == 2)
     seconds = reconnected - listens
     return {f"storm_seconds/{count}": seconds}, [
@@ -318,35 +378,84 @@ def enrolled(sizes: Sizes) -> Result:
 
 
 def large(sizes: Sizes) -> Result:
-    """Measure the server's peak memory with a large model."""
-    clients, rounds = 4, 2
-    model = 4 * sizes.large_parameters
+    """Measure the server's peak memory with a large model, and the time of a large job."""
+    over, _, row = _large_job(4, 2, sizes.large_parameters)
+    results = {"large_model_peak_over_model": over}
+    clients = 6
+    key = f"{4 * sizes.job_parameters / 1e9:g}GB/{clients}"
+    over, seconds, job_row = _large_job(clients, 1, sizes.job_parameters)
+    results |= {f"seconds/{key}": seconds, f"peak_over_model/{key}": over}
+    return results, [row, job_row]
+
+
+def _large_job(clients: int, rounds: int, parameters: int) -> tuple[float, float, Row]:
+    """Run a job with a large model; returns its peak over the model, its seconds, and a row."""
+    model = 4 * parameters
     with _benchmark_server(on_disk=True) as bench:
         members = bench.join([f"device-{i}" for i in range(clients)])
         with bench.serving() as server:
             pid = server.popen.pid
-            with DeviceProcesses(bench.address, members, 1) as devices:
+            options = DeviceOptions(values=2)
+            with DeviceProcesses([bench.address], members, 1, options) as devices:
                 devices.wait_until(
                     "all are welcome", lambda status: status.welcomes >= clients, 60.0
                 )
                 # The first job has the server import PyTorch, which is no part of a model.
-                _finish(bench, bench.submit(clients, 1000, 1), clients, 1, 300.0)
+                bench.finish(bench.submit(clients, 1000, 1), clients, 1)
                 before = stable_memory(pid)
                 reset_peak(pid)
                 start = time.monotonic()
-                run = bench.submit(clients, sizes.large_parameters, rounds)
-                _finish(bench, run, clients, rounds, 1200.0)
+                run = bench.submit(clients, parameters, rounds)
+                bench.finish(run, clients, rounds, 1200.0)
                 seconds = time.monotonic() - start
                 peak = memory(pid, "VmHWM")
     over = (peak - before) / model
-    return {"large_model_peak_over_model": over}, [
+    times = "a round" if rounds == 1 else f"{rounds} rounds"
+    return (
+        over,
+        seconds,
         (
-            f"{clients} devices, {rounds} rounds of {model / 1e6:.0f} MB",
+            f"{clients} devices, {times} of {model / 1e6:.0f} MB",
             f"{figures.times(over)} of the model",
             f"server {before / 1e6:.0f} MB before, {peak / 1e6:.0f} MB at the peak; "
             f"{seconds:.1f} s in total",
+        ),
+    )
+
+
+def aggregators(sizes: Sizes) -> Result:
+    """Measure rounds with aggregators and without."""
+    measured: dict[int, AggregatedRounds] = {}
+    for count in (0, *sizes.aggregators):
+        with _benchmark_server() as bench:
+            measured[count] = aggregated_rounds.measure(
+                bench,
+                devices=sizes.aggregated,
+                parameters=sizes.aggregated_parameters,
+                rounds=sizes.aggregated_rounds,
+                count=count,
+                processes=sizes.processes,
+            )
+    if len({each.model for each in measured.values()}) != 1:
+        raise RuntimeError("the models with aggregators and without differ")
+    alone = measured[0]
+    results: dict[str, float] = {}
+    rows: list[Row] = []
+    for count, each in measured.items():
+        cpu = (
+            f"CPU time of the server {each.coordinator_cpu:.2f} s, of aggregators "
+            f"{each.aggregator_cpu:.1f} s, of devices {each.device_cpu:.1f} s"
         )
-    ]
+        what = f"a round of {sizes.aggregated} devices, {count or 'no'} aggregators"
+        if count:
+            speedup = alone.seconds / each.seconds
+            # The CPU time of a short round may be less than a tick of the kernel.
+            ratio = each.coordinator_cpu / max(alone.coordinator_cpu, 0.01)
+            results[f"speedup/aggregators/{count}"] = speedup
+            results[f"coordinator_cpu_ratio/{count}"] = ratio
+            cpu = f"{figures.times(speedup)} as fast; {figures.times(ratio)} of the CPU time; {cpu}"
+        rows.append((what, f"{each.seconds:.2f} s", cpu))
+    return results, rows
 
 
 @contextlib.contextmanager
@@ -364,28 +473,8 @@ def _benchmark_server(*, on_disk: bool = False) -> Iterator[BenchmarkServer]:
 def _devices(
     bench: BenchmarkServer, members: list[Path], sizes: Sizes, held_back: int = 0
 ) -> DeviceProcesses:
-    return DeviceProcesses(bench.address, members, sizes.processes, held_back)
-
-
-def _finish(
-    bench: BenchmarkServer, run: Path, count: int, rounds: int, seconds: float = 300.0
-) -> None:
-    """Wait for the end of the job, and check that every round has all devices' updates."""
-    deadline = time.monotonic() + seconds
-    while not bench.job_finished():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"the job has not finished within {seconds:g} s")
-        time.sleep(0.2)  # the job queue can only be polled
-    accepted = []
-    for entry in report(run)["rounds"]:
-        names = {
-            receipt["participant"]
-            for receipt in entry["receipts"]
-            if receipt["status"] == "accepted"
-        }
-        accepted.append((entry["round"], len(names)))
-    if accepted != [(number, count) for number in range(1, rounds + 1)]:
-        raise RuntimeError(f"(round, updates) are {accepted}, expected {count} updates each")
+    options = DeviceOptions(held_back=held_back)
+    return DeviceProcesses([bench.address], members, sizes.processes, options)
 
 
 def _check_no_reconnects(status: Status, count: int) -> None:

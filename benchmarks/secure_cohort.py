@@ -11,6 +11,9 @@ devices. The quorum is three quarters, so the graph of neighbours allows for a q
 a policy (`harness/whole_cohort.py`) has the round wait for the whole cohort. The CPU time of
 Flower's functions for secure aggregation is compared in `secagg.py`.
 
+With `--aggregators N`, the devices are connected to so many aggregators, which add their masked
+vectors. They take their share of the cores too.
+
 Figures: `max_cohort/100k`, the largest complete cohort; `seconds/<cohort>`, from the plan of the
 round to its commit; `server_cpu_seconds/<cohort>` and `device_cpu_seconds/<cohort>`, of the server
 and of one device.
@@ -25,6 +28,7 @@ import sqlite3
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--cohorts", help="other cohorts, such as 50,600")
+        parser.add_argument(
+            "--aggregators", type=int, default=0, metavar="N", help="connect the devices to so many"
+        )
 
     options = command_line.options(__doc__ or "", argv, more)
     cohorts = command_line.of_size(options, full=COHORTS, quick=QUICK, smoke=SMOKE)
@@ -59,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cohort in cohorts:
         print(f"a cohort of {cohort} ...", file=sys.stderr, flush=True)
         try:
-            measured = secure_round(cohort, parameters, processes)
+            measured = secure_round(cohort, parameters, processes, options.aggregators)
         except RuntimeError as error:
             if not results:
                 raise
@@ -81,9 +88,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def secure_round(
-    cohort: int, parameters: int = PARAMETERS, processes: int = PROCESSES
+    cohort: int,
+    parameters: int = PARAMETERS,
+    processes: int = PROCESSES,
+    aggregators: int = 0,
 ) -> dict[str, float]:
     """Run one secure round with all devices of a cohort; returns the figures.
+
+    Args:
+        cohort: how many devices.
+        parameters: of the model.
+        processes: that run the devices.
+        aggregators: that the devices are connected to; 0 for the server.
 
     Raises:
         RuntimeError: it was not committed in the first attempt with all updates.
@@ -96,7 +112,9 @@ def secure_round(
         shutil.copy(HARNESS / "whole_cohort.py", bench.state / "tasks")
         members = bench.join([f"device-{i}" for i in range(cohort)])
         server = stack.enter_context(bench.serving())
-        devices = stack.enter_context(SecureDevices(members, bench.state / "tasks", processes))
+        addresses = list(stack.enter_context(bench.aggregators(aggregators))) or [bench.address]
+        tasks = bench.state / "tasks"
+        devices = stack.enter_context(SecureDevices(addresses, members, tasks, processes))
         devices.wait_until_connected(300.0)
         run = bench.submit(
             cohort,
@@ -115,15 +133,16 @@ def secure_round(
         _wait_for(_ENDED, run, devices, LIMIT_SECONDS)
         server_cpu = server.tree.cpu_seconds() - server_cpu
         device_cpu = devices.tree.cpu_seconds() - device_cpu
-        rounds = report(run)["rounds"]
-        if not rounds:
-            raise server.failure("has committed no round")
-        (entry,) = rounds
+        reported = report(run)
+        if not reported["rounds"]:
+            raise RuntimeError(f"no round was committed: {reported['reason']}")
+        (entry,) = reported["rounds"]
         accepted = entry["participants"]["accepted"]
         if entry["attempt"] != 1 or accepted != cohort:
-            reasons = {receipt["reason"] for receipt in entry["receipts"]}
+            reasons = Counter(receipt["reason"] for receipt in entry["receipts"])
             raise RuntimeError(
-                f"{accepted} of {cohort} updates in attempt {entry['attempt']}: {sorted(reasons)}"
+                f"{accepted} of {cohort} updates in attempt {entry['attempt']}; reasons: "
+                + "; ".join(f"{why or 'none'} ({times})" for why, times in reasons.most_common())
             )
         return {
             "seconds": entry["seconds"],

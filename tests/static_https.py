@@ -8,7 +8,6 @@ import ipaddress
 import re
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +36,12 @@ class StaticHttps:
         """An answer has reached `sends`."""
         self.slow: float | None = None
         """Seconds between two bytes after `sends`, instead of being cut off."""
+        self.drips_answers = False
+        """Whether no answer has an end: its first line comes a byte at a time, `slow` apart."""
+        self.forgets_next = False
+        """Whether the next request on a connection that had one before is never answered."""
+        self.closing = threading.Event()
+        """The server ends."""
         self.lies = False
         """Whether zeros are sent in place of what is there."""
         self.has_ranges = True
@@ -64,6 +69,7 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        answered = 0
 
         def log_message(self, *_: Any) -> None:
             """Nothing."""
@@ -71,6 +77,16 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
         def do_GET(self) -> None:
             asked = self.headers.get("Range")
             served.asked.append((self.path, asked))
+            self.answered += 1
+            if served.forgets_next and self.answered > 1:
+                served.closing.wait(60)
+                self.close_connection = True
+                return
+            if served.drips_answers:
+                self.wfile.write(b"HTTP/1.1 200 ")
+                while not served.closing.wait(served.slow):
+                    self.wfile.write(b"O")
+                return
             if served.redirect:
                 self.send_response(302)
                 self.send_header("Location", served.redirect)
@@ -108,7 +124,8 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
             served.sent.set()
             if served.slow is not None:
                 for byte in rest:
-                    time.sleep(served.slow)
+                    if served.closing.wait(served.slow):
+                        return
                     self.wfile.write(bytes([byte]))
             elif gate is not None:
                 gate.wait(60)
@@ -151,6 +168,7 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
     try:
         yield served
     finally:
+        served.closing.set()
         if served.gate is not None:
             served.gate.set()
         server.shutdown()

@@ -27,6 +27,7 @@ from harness.processes import ProcessTree
 
 from isthmus.identity.membership import Membership
 from isthmus.transport.blobs import Buffer, Piece, describe
+from isthmus.transport.mirrors import MirrorSources
 from isthmus.transport.requests import send_result
 from isthmus.transport.stream import Stream
 from isthmus.transport.uplink import Uplink
@@ -35,6 +36,8 @@ from isthmus.wire import link_pb2
 
 MAX_CONNECTING = 50
 """Devices of one process that connect at the same time before their first welcome."""
+VALUES = 4000
+"""Different updates of all devices; float32 has the sums exactly."""
 
 
 @dataclasses.dataclass
@@ -218,19 +221,38 @@ class InstrumentedUplink(UpdateSendingUplink):
         await send_result(stream, self._jobs, pull, self._machine, self.sent)
 
 
+@dataclasses.dataclass(frozen=True)
+class DeviceOptions:
+    """What all devices have in common."""
+
+    held_back: int = 0
+    """Number of devices, the first ones, whose updates wait for `DeviceProcesses.release`."""
+    values: int = VALUES
+    """Different updates; each takes memory once in each process."""
+    mirror: str = ""
+    """The addresses where the owners of all devices allow the server's mirror; empty for none."""
+    authority: Path | None = None
+    """Certificate of the authority that devices trust at a mirror; None for those of this
+    machine."""
+
+
 class DeviceProcesses:
     """Runs devices in separate processes and controls them over pipes."""
 
     def __init__(
-        self, address: str, members: Sequence[Path], count: int, held_back: int = 0
+        self,
+        addresses: Sequence[str],
+        members: Sequence[Path],
+        count: int,
+        options: DeviceOptions = DeviceOptions(),
     ) -> None:
         """Start `count` processes, whose devices connect at once.
 
         Args:
-            address: the server's address.
+            addresses: of the server, or of aggregators, which the devices are divided among.
             members: a membership directory for each device; device i sends `value(i)`.
             count: number of processes.
-            held_back: number of devices, the first ones, whose updates wait for `release`.
+            options: of all devices.
         """
         self.size = len(members)
         context = multiprocessing.get_context("forkserver")
@@ -238,10 +260,13 @@ class DeviceProcesses:
         self._pipes: list[multiprocessing.connection.Connection] = []
         for number in range(count):
             pipe, child_pipe = context.Pipe()
-            assigned = [(i, member) for i, member in enumerate(members) if i % count == number]
-            process = context.Process(
-                target=_run_process, args=(address, assigned, held_back, child_pipe)
-            )
+            # Each process has devices at all addresses.
+            assigned = [
+                _Assigned(i, member, addresses[i // count % len(addresses)])
+                for i, member in enumerate(members)
+                if i % count == number
+            ]
+            process = context.Process(target=_run_process, args=(assigned, options, child_pipe))
             process.start()
             child_pipe.close()
             self._processes.append(process)
@@ -309,40 +334,50 @@ class DeviceProcesses:
                 process.join()
 
 
-def value(index: int) -> float:
-    """The elements of the update of device `index`: at most 4000, exact in float32."""
-    return float(index % 4000 + 1)
+def value(index: int, values: int = VALUES) -> float:
+    """The elements of the update of device `index`: one of so many different values."""
+    return float(index % values + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assigned:
+    """A device of a process."""
+
+    index: int
+    member: Path
+    address: str
+    """Where it connects."""
 
 
 def _run_process(
-    address: str,
-    members: Sequence[tuple[int, Path]],
-    held_back: int,
+    assigned: Sequence[_Assigned],
+    options: DeviceOptions,
     pipe: multiprocessing.connection.Connection,
 ) -> None:
     """Run the devices of one process."""
+    if options.authority is not None:
+        os.environ["SSL_CERT_FILE"] = str(options.authority)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # As in the server. A real device has no garbage of hundreds of others to collect.
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)
-    asyncio.run(_devices(address, members, held_back, pipe))
+    asyncio.run(_devices(assigned, options, pipe))
 
 
 async def _devices(
-    address: str,
-    members: Sequence[tuple[int, Path]],
-    held_back: int,
+    assigned: Sequence[_Assigned],
+    options: DeviceOptions,
     pipe: multiprocessing.connection.Connection,
 ) -> None:
     group, stopped = DeviceGroup(), asyncio.Event()
     loop = asyncio.get_running_loop()
     connecting = asyncio.Semaphore(MAX_CONNECTING)
 
-    async def device(index: int, directory: Path) -> None:
+    async def device(each: _Assigned) -> None:
         await connecting.acquire()
         first = True
-        member = Membership(directory)
+        member = Membership(each.member)
 
         def welcomed(welcome: link_pb2.Welcome) -> None:
             nonlocal first
@@ -351,16 +386,18 @@ async def _devices(
                 connecting.release()
             first = False
 
-        worker = IdleDevice(group, value(index))
+        # Each has its own, with its own authorities, as devices on machines of their own have.
+        mirrors = MirrorSources((options.mirror,), "server_sources") if options.mirror else None
         uplink = InstrumentedUplink(
-            address,
+            each.address,
             member.name,
             link_pb2.CLIENT,
-            worker,
+            IdleDevice(group, value(each.index, options.values)),
             on_welcome=welcomed,
             membership=member,
+            mirrors=mirrors,
         )
-        uplink.holds_updates = index < held_back
+        uplink.holds_updates = each.index < options.held_back
         try:
             await uplink.run()
         except Exception as error:  # noqa: BLE001 - reported to the benchmark
@@ -383,7 +420,7 @@ async def _devices(
         else:
             tasks.append(asyncio.create_task(release(round_)))
 
-    tasks = [asyncio.create_task(device(index, member)) for index, member in members]
+    tasks = [asyncio.create_task(device(each)) for each in assigned]
     loop.add_reader(pipe.fileno(), read_command)
     await stopped.wait()
     os._exit(0)  # like a power cut; closing thousands of connections takes long

@@ -44,10 +44,13 @@ class ConnectedAgent(Agent):
 class SecureDevices:
     """Device agents in separate processes; they end with the block."""
 
-    def __init__(self, members: Sequence[Path], tasks: Path, processes: int) -> None:
+    def __init__(
+        self, addresses: Sequence[str], members: Sequence[Path], tasks: Path, processes: int
+    ) -> None:
         """Start the agents of the membership directories `members`; they connect at once.
 
         Args:
+            addresses: of the server, or of aggregators, which the devices are divided among.
             members: a membership directory for each device.
             tasks: directory of the installed tasks.
             processes: number of processes.
@@ -57,9 +60,12 @@ class SecureDevices:
         self._pipes: list[multiprocessing.connection.Connection] = []
         for number in range(processes):
             pipe, child_pipe = context.Pipe()
-            process = context.Process(
-                target=_run_process, args=(list(members[number::processes]), tasks, child_pipe)
-            )
+            assigned = [
+                (addresses[i // processes % len(addresses)], member)
+                for i, member in enumerate(members)
+                if i % processes == number
+            ]
+            process = context.Process(target=_run_process, args=(assigned, tasks, child_pipe))
             process.start()
             child_pipe.close()
             self._processes.append(process)
@@ -102,7 +108,7 @@ class SecureDevices:
 
 
 def _run_process(
-    members: list[Path], tasks: Path, pipe: multiprocessing.connection.Connection
+    members: list[tuple[str, Path]], tasks: Path, pipe: multiprocessing.connection.Connection
 ) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -114,14 +120,14 @@ def _run_process(
 
 
 async def _devices(
-    members: list[Path], tasks: Path, pipe: multiprocessing.connection.Connection
+    members: list[tuple[str, Path]], tasks: Path, pipe: multiprocessing.connection.Connection
 ) -> None:
     # Threads compete with the event loop, which answers the pings of all devices of this process.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     stopped = asyncio.Event()
     connecting = asyncio.Semaphore(_CONNECTING)
 
-    async def device(directory: Path) -> None:
+    async def device(address: str, directory: Path) -> None:
         async with connecting:
             member = Membership(directory)
             agent = ConnectedAgent(
@@ -132,7 +138,7 @@ async def _devices(
                 tasks=tasks,
             )
             agent.connected = asyncio.Event()
-            running.append(asyncio.create_task(serve(agent.uplink(member.server, member), agent)))
+            running.append(asyncio.create_task(serve(agent.uplink(address, member), agent)))
             running[-1].add_done_callback(ended)
             await agent.connected.wait()
 
@@ -142,7 +148,7 @@ async def _devices(
 
     asyncio.get_running_loop().add_reader(pipe.fileno(), stopped.set)
     running: list[asyncio.Task[None]] = []
-    await asyncio.gather(*(device(directory) for directory in members))
+    await asyncio.gather(*(device(*each) for each in members))
     pipe.send("")
     await stopped.wait()
     os._exit(0)  # like a power cut; closing hundreds of connections takes long

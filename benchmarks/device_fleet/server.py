@@ -27,6 +27,7 @@ from harness.processes import (
     started,
     wait_for_port,
 )
+from safetensors.numpy import load_file
 
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership, prepare
@@ -95,13 +96,36 @@ class BenchmarkServer:
         return directory
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[Program]:
-        """Run the server process until the block ends."""
+    def serving(self, *options: str) -> Iterator[Program]:
+        """Run the server process, with further options, until the block ends."""
         command = [ISTHMUS, "server", "start", str(self.state), "--address", self.address]
+        command += options
         log = self.folder / "server.log"
         with started(command, log) as server:
             wait_for_port(self.port, server, 60.0)
             yield server
+
+    @contextlib.contextmanager
+    def aggregators(self, count: int) -> Iterator[dict[str, Program]]:
+        """Run aggregators of the server, which runs, until the block ends.
+
+        Yields:
+            Their processes by the address at which devices reach each.
+        """
+        moving = self.folder / "moving"
+        moving.mkdir(exist_ok=True)
+        names = ["127.0.0.1", *(f"127.0.0.1_{number}" for number in range(2, count + 1))]
+        programs: dict[str, Program] = {}
+        with contextlib.ExitStack() as stack:
+            for member in self.join(names[:count], "aggregator"):
+                port = free_port()
+                address = f"127.0.0.1:{port}"
+                command = [ISTHMUS, "server", "aggregator", "start", str(member)]
+                command += ["--address", address, "--folder", str(moving)]
+                program = stack.enter_context(started(command, self.folder / f"{member.name}.log"))
+                wait_for_port(port, program, 60.0)
+                programs[address] = program
+            yield programs
 
     def submit(self, cohort: int, parameters: int, rounds: int, **overrides: object) -> Path:
         """Submit a null job with the operator command; returns the run's directory."""
@@ -135,6 +159,28 @@ class BenchmarkServer:
             raise RuntimeError(f"the job {self.run.name} {status}: {report(self.run)['reason']}")
         return status == "finished"
 
+    def finish(self, run: Path, count: int, rounds: int, seconds: float = 300.0) -> None:
+        """Wait for the end of the last job, and check that every round has all devices' updates.
+
+        Raises:
+            RuntimeError: the job has not finished within `seconds`, or a round lacks an update.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.job_finished():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the job has not finished within {seconds:g} s")
+            time.sleep(0.2)  # the job queue can only be polled
+        accepted = []
+        for entry in report(run)["rounds"]:
+            names = {
+                receipt["participant"]
+                for receipt in entry["receipts"]
+                if receipt["status"] == "accepted"
+            }
+            accepted.append((entry["round"], len(names)))
+        if accepted != [(number, count) for number in range(1, rounds + 1)]:
+            raise RuntimeError(f"(round, updates) are {accepted}, expected {count} updates each")
+
 
 def run_status(run: Path) -> str:
     """The status of a run in its log; empty while there is none."""
@@ -153,6 +199,28 @@ def report(run: Path) -> Mapping[str, Any]:
     """The output of `isthmus report --json` for a run."""
     parsed: dict[str, Any] = json.loads(isthmus("report", str(run), "--json"))
     return parsed
+
+
+def bytes_to_devices(run: Path) -> int:
+    """Bytes of models that the server has sent to devices over the link."""
+    return sum(
+        receipt["bytes_out"] for entry in report(run)["rounds"] for receipt in entry["receipts"]
+    )
+
+
+def check_model(run: Path, expected: float, tolerance: float) -> None:
+    """Check that all parameters of a run's final model are as expected.
+
+    Raises:
+        RuntimeError: one is not, so that an update was counted twice, or not at all.
+    """
+    (vector,) = load_file(report(run)["final"]["model_path"]).values()
+    least, most = float(vector.min()), float(vector.max())
+    if max(abs(least - expected), abs(most - expected)) > tolerance:
+        raise RuntimeError(
+            f"the model has {least} to {most}, expected {expected}: "
+            "an update was counted twice, or not at all"
+        )
 
 
 def kill(server: Program) -> None:

@@ -69,13 +69,16 @@ def time_rounds(job: Job, base: Path, directory: Path, rounds: int, seconds: flo
         job: the job, under any policy.
         base: the job file's folder.
         directory: of the run, which can be read like any other.
-        rounds: how many there are at most; with `[privacy]` not more than those of the job.
+        rounds: how many there are at most; not more than those of the job if the first ones differ
+            from later ones.
         seconds: on this machine after which no further one begins.
 
     Raises:
         UserError: the job cannot be simulated, or its rounds fail.
     """
     deadline = time.monotonic() + seconds
+    if not _has_rounds_alike(job):
+        rounds = min(rounds, job.rounds)
 
     def make() -> UntrainedRounds:
         timed = UntrainedRounds.new(_timed(job, rounds), base, directory)
@@ -98,6 +101,7 @@ def _timed(job: Job, rounds: int) -> Job:
         "strategy.policy": "federated",
         "strategy.settings": {},
         "strategy.schedule": [],
+        "strategy.objective": "quality",  # any other needs a target
         "strategy.target_metric": None,
         "datacenter.ranks": 0,
         "budget": None,
@@ -105,18 +109,36 @@ def _timed(job: Job, rounds: int) -> Job:
         "device_bytes": None,
         "evaluation.every": rounds + 1,
         "evaluation.devices": 0,
+        "evaluation.same_devices": False,
+        "evaluation.per_device": False,
         "evaluation.keep_best": None,
         "evaluation.patience": None,
         "evaluation.deliver": "last",
+        "federated.fine_tune_steps": 0,  # before an evaluation
         "federated.device": "cpu",
         "federated.compile": False,
         "simulation.training": "one-by-one",
         "simulation.processes": 1,
     }
+    if job.exchange.buffers == "recompute":  # a datacenter does; devices send as few with these
+        changes["exchange.buffers"] = "frozen"
     if job.privacy is None:  # which limits the rounds of a device, and has noise for so many
         changes["rounds"] = rounds + 1  # the last round of a job is evaluated
     population = job.simulation.population(job.federated)
-    if job.simulation.connections(population, job.federated.invited) < population:
+    connected = job.simulation.connections(population, job.federated.invited)
+    if connected < population and _has_rounds_alike(job):
         # Others are connected in each round: with fewer of them the invited are drawn alike.
-        changes["simulation.connected"] = min(population, _CONNECTED * job.federated.invited)
+        changes["simulation.connected"] = min(connected, _CONNECTED * job.federated.invited)
     return with_changes(job, changes)
+
+
+def _has_rounds_alike(job: Job) -> bool:
+    """Whether chance alone decides who is invited, in the last round as in the first one.
+
+    Selection by utility explores at first, hours depend on when a run begins, and devices that may
+    take part only so often, or have noise for so many rounds, are missing in the end.
+    """
+    federated = job.federated
+    is_limited = federated.participation or federated.privacy or job.privacy
+    has_hours = federated.hours or job.strategy.windows
+    return federated.selection == "uniform" and not is_limited and not has_hours

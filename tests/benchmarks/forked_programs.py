@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from harness import processes
 from harness.processes import ISTHMUS
 from tests import forked
 
 from isthmus.system.process import die_with_parent
+
+_begin = processes.start
+"""For programs that are not of this project."""
 
 
 class ForkedProgram:
@@ -53,8 +57,12 @@ def start(
     stderr: int,
     environment: Mapping[str, str],
     directory: Path | None,
-) -> ForkedProgram:
+) -> ForkedProgram | subprocess.Popen[bytes]:
     """Start a program as `harness.processes.start` does."""
+    if command[0] not in (ISTHMUS, sys.executable):
+        return _begin(
+            command, stdout=stdout, stderr=stderr, environment=environment, directory=directory
+        )
     folder = directory or Path.cwd()
     return ForkedProgram(command, [stdout, stderr], dict(environment), folder)
 

@@ -289,6 +289,23 @@ class Shifted(Table):
         return inputs - before, target
 
 
+class Levelled(Table):
+    """Keeps a running mean of what it has read in a buffer of its model."""
+
+    def model(self) -> nn.Module:
+        self.net = super().model()
+        self.net.register_buffer("mean", torch.zeros(6))
+        return self.net
+
+    def collate(self, rows: list[Any]) -> Any:
+        inputs, target = super().collate(rows)
+        self.net.get_buffer("mean").lerp_(inputs.mean(0), 0.1)
+        return inputs, target
+
+    def forward(self, model: nn.Module, inputs: torch.Tensor) -> Any:
+        return model(inputs - model.get_buffer("mean"))
+
+
 class Diverging(Table):
     """Becomes infinite or NaN on one rank, independently of the processor's rounding.
 

@@ -107,6 +107,35 @@ def test_rounds_of_all_kinds_with_lost_devices(overrides, timed):
     assert rounds[-1].record.elapsed < 12 * 20
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (
+            "strategy.policy=adaptive",
+            "strategy.objective=time",
+            "strategy.target_metric={name='accuracy', at_least=0.9}",
+            "datacenter.ranks=1",
+        ),
+        ("evaluation={devices=4, per_device=true}",),
+        ("evaluation={devices=4}", "federated.fine_tune_steps=2"),
+        (
+            "evaluation={devices=5, same_devices=true}",
+            "federated.secure_aggregation=true",
+            "federated.cohort=5",
+        ),
+        (
+            "strategy.policy=alternate",
+            "exchange.buffers=recompute",
+            "datacenter.ranks=1",
+            "federated.clients=12",
+        ),
+    ],
+    ids=" ".join,
+)
+def test_what_needs_an_evaluation_or_a_datacenter_is_left_out(overrides, timed):
+    assert [each.record.seconds > 0 for each in timed(*SPREAD, *overrides)] == [True] * 5
+
+
 def test_it_ends_after_the_round_in_which_its_time_is_over(timed):
     assert len(timed(*SPREAD, seconds=0.0)) == 1
 
@@ -123,3 +152,28 @@ def test_of_a_large_population_few_are_connected(write_task, make_job, tmp_path)
     log = log_in(tmp_path / "run")
     assert log.job.simulation.connected == 16
     assert len({name for each in log.rounds for name in each.planned.invited}) == 12
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "federated.selection=utility",
+        "federated.participation={rounds=1}",
+        "federated.hours=[{devices='client-*[02468]', opens='22:00', closes='23:00'}]",
+    ],
+)
+def test_where_more_than_chance_decides_as_many_are_connected_as_in_a_run(
+    chosen, write_task, make_job, tmp_path
+):
+    write_task(UNTRAINABLE)
+    large = ("simulation.clients=400", "simulation.connected=60")
+    time_rounds(make_job(*FLEET, *SPREAD, *large, chosen), tmp_path, tmp_path / "run", 3, 1000.0)
+    log = log_in(tmp_path / "run")
+    assert log.job.simulation.connected == 60
+    assert len(log.rounds) == 3
+
+
+def test_rounds_that_differ_are_no_more_than_those_of_the_job(timed):
+    utility = ("federated.selection=utility", "rounds=4")
+    assert len(timed(*SPREAD, *utility, rounds=12)) == 4
+    assert len(timed(*SPREAD, "rounds=4", rounds=12)) == 12

@@ -11,6 +11,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,9 +40,15 @@ _LACKING = frozenset(
         errno.ENOSPC,
         errno.EDQUOT,
         errno.EFBIG,
+        errno.ECONNRESET,
+        errno.EPIPE,
     }
 )
-"""Numbers of errors of a system that has no memory, processes, open files or disk space left."""
+"""Numbers of errors of a system that has no memory, processes, open files or disk space left.
+
+The last two are those of a pipe to another process of the task that has ended."""
+_KILLED = (-9, 137)
+"""What a program returns that was killed, as for lack of memory, and a shell that ran it."""
 _SAID_OF_LACK = (
     "allocate memory",
     "out of memory",
@@ -49,7 +57,9 @@ _SAID_OF_LACK = (
     "std::bad_alloc",
     "MemoryError",
     "killed by signal",
+    "exited unexpectedly",
     "terminated abruptly",
+    "unexpectedly terminated",
     "can't start new thread",
     *sorted(map(os.strerror, _LACKING)),
 )
@@ -122,9 +132,21 @@ def _is_of_lack(error: BaseException) -> bool:
     """Whether an error says that the system has no memory, or none of something else, left."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _LACKING
+    if isinstance(error, subprocess.CalledProcessError):
+        return error.returncode in _KILLED
+    if isinstance(error, EOFError):
+        return _is_of_pipe(error)
     # Those of a library, or of another process of the task, may have no number.
     is_of_system = isinstance(error, (OSError, RuntimeError))
     return is_of_system and any(said in str(error) for said in _SAID_OF_LACK)
+
+
+def _is_of_pipe(error: EOFError) -> bool:
+    """Whether a pipe to another process has ended, and not a file."""
+    modules = [
+        str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    return bool(modules) and modules[-1].startswith("multiprocessing.")
 
 
 @contextmanager

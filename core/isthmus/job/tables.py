@@ -57,8 +57,9 @@ class TimeSection(Section):
     round_seconds: PositiveSeconds | None = None
     """One attempt at a round, from the plan to the last result. With secure aggregation: three
     quarters of it are for training; the later steps have the limits below. Time in which a device's
-    model or result is on its way does not count, at `least_rate` or more. Default: 600 s, and for
-    devices three times what they took before, of two minutes to an hour."""
+    model or result is on its way does not count, at `least_rate` or more. Default: 600 s, which
+    begin again with each step that a datacenter reports; and for devices three times what they took
+    before, of two minutes to an hour."""
     least_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = LEAST_RATE
     """Bytes per second of a transfer to or from a participant that no limit in seconds ends."""
     secure_step_seconds: PositiveSeconds | None = None

@@ -16,6 +16,7 @@ from http.client import HTTPMessage, HTTPResponse
 from typing import IO
 
 from isthmus.errors import UserError
+from isthmus.transport.kept_connections import KeepingHandler, KeptConnection
 
 SECONDS = 20.0
 """Limit for a connection, and for each answer and read on it."""
@@ -43,6 +44,7 @@ class HttpsSource:
         *,
         allowed: Callable[[str], bool] | None = None,
         context: ssl.SSLContext | None = None,
+        kept: KeptConnection | None = None,
     ) -> None:
         """Name the folder, or one file.
 
@@ -55,6 +57,7 @@ class HttpsSource:
                 before the wanted byte; what it raises ends that.
             allowed: whether a redirection to an address is followed; None for any over HTTPS.
             context: with the authorities that are trusted; None for those of this machine.
+            kept: a connection that is used again; None for a new one each time.
 
         Raises:
             UserError: the address cannot be used.
@@ -78,8 +81,12 @@ class HttpsSource:
         self._parts = parts
         self._names = names
         context = context or ssl.create_default_context()
-        handlers = (_OnlyHttps(allowed), urllib.request.HTTPSHandler(context=context))
-        self._opener = urllib.request.build_opener(*handlers)
+        opening = (
+            urllib.request.HTTPSHandler(context=context)
+            if kept is None
+            else KeepingHandler(context, kept)
+        )
+        self._opener = urllib.request.build_opener(_OnlyHttps(allowed), opening)
 
     def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
         """See `BlobSource.open`.
@@ -162,8 +169,10 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
     ) -> urllib.request.Request | None:
         """See `urllib.request.HTTPRedirectHandler`."""
         if not address.lower().startswith("https://"):
+            stream.close()
             raise OSError("it redirects to an address without HTTPS")
         if self._allowed is not None and not self._allowed(address):
+            stream.close()
             raise OSError("it redirects to an address that the owner does not allow")
         return super().redirect_request(request, stream, code, message, headers, address)
 

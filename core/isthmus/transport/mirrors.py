@@ -17,6 +17,7 @@ from isthmus.errors import UserError
 from isthmus.transport.blob_sources import RestingSource
 from isthmus.transport.encrypted_blobs import keystream
 from isthmus.transport.https_source import HttpsSource
+from isthmus.transport.kept_connections import KeptConnection
 from isthmus.transport.server_addresses import (
     ServerAddresses,
     is_of_a_blob,
@@ -46,6 +47,8 @@ class MirrorSources(ServerAddresses):
             UserError: one of them names no host.
         """
         super().__init__(patterns, named, "models come on the link: the server's mirror")
+        self.kept = KeptConnection()
+        """The connection to the mirror, for the next model."""
 
     def of(self, blob: link_pb2.Blob) -> RestingSource | None:
         """Where a blob is besides the link; None if it is nowhere, or may not be asked for there.
@@ -78,6 +81,7 @@ class _MirrorSource(RestingSource):
                 {sha256: name_in(self._address)},
                 allowed=lambda address: self._sources.allows(address) and is_of_a_blob(address),
                 context=self._sources.context(),
+                kept=self._sources.kept,
             )
         except UserError as error:
             raise OSError(str(error)) from None

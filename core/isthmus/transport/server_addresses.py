@@ -29,22 +29,27 @@ log = logging.getLogger(__name__)
 
 
 def check_patterns(patterns: Sequence[str], named: str) -> None:
-    """Refuse patterns of addresses that would let a server name any host.
+    """Refuse patterns of addresses that would let a server name any host, or no file.
 
     Args:
         patterns: of the owner.
         named: where they are, for the sentence.
 
     Raises:
-        UserError: one of them names no host.
+        UserError: one of them names no host, or only a folder.
     """
     for pattern in patterns:
-        host = pattern.removeprefix(HTTPS).partition("/")[0]
+        host, slash, path = pattern.removeprefix(HTTPS).partition("/")
         if not pattern.startswith(HTTPS) or not _names_a_host(host):
             raise UserError(
                 f"{named}: {pattern!r} has to name a host, as in https://HOST/*, or a domain, as "
                 "in https://*.example.org/*: a server could have this device ask any host inside "
                 "your network"
+            )
+        if slash and "*" not in path:
+            # The name of a file is that of its encrypted bytes, which nobody knows before.
+            raise UserError(
+                f"{named}: {pattern!r} is for no file: for all files of a folder, end it in /*"
             )
 
 
@@ -72,7 +77,7 @@ class ServerAddresses:
             otherwise: how a sentence begins about an address that is not asked.
 
         Raises:
-            UserError: one of them names no host.
+            UserError: one of them names no host, or only a folder.
         """
         check_patterns(patterns, named)
         self._patterns = tuple(patterns)

@@ -357,6 +357,7 @@ class Engine:
                 check_layers(forward_backward.model, _TABLE)
             if isinstance(forward_backward, PrivateForwardBackward):
                 assert isinstance(self.batch_source, SampledExamples)
+                self.batch_source.watch(forward_backward.model)
                 sample = range(min(EXAMPLES, self.examples))
                 forward_backward.check(self.batch_source.check(sample)[0])
             optimizer = self._build_optimizer(shard)

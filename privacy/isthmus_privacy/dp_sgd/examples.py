@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from isthmus.errors import TaskError
@@ -25,6 +27,7 @@ from isthmus_privacy.dp_sgd.isolation import (
     same_bits,
     seed_generators,
 )
+from isthmus_privacy.dp_sgd.kept_state import ModelTensors
 from isthmus_privacy.dp_sgd.sampling import poisson_sample
 
 _PLAIN = (
@@ -91,6 +94,11 @@ class SampledExamples:
         self._steps = 0
         self._repeated: tuple[int, int, Any] | None = None
         """An example that is read again: its index, what its random numbers follow from, and it."""
+        self._model: nn.Module | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Refuse from now on a dataset or collate() that changes a tensor of this model."""
+        self._model = model
 
     def check(self, indices: Sequence[int]) -> list[ExampleGroup]:
         """Read some examples as `read` does, and refuse data in which they depend on each other.
@@ -101,12 +109,13 @@ class SampledExamples:
         Raises:
             TaskError: it has not; or see `read`.
         """
-        with kept_generators(self._device):
-            origin = secrets.randbits(64)
-            one = self._one(indices[0], origin)
-        self._repeated = indices[0], origin, one
-        groups = self.read(indices)
-        self._check_repeats()
+        with self._leaving_model(closely=True):
+            with kept_generators(self._device):
+                origin = secrets.randbits(64)
+                one = self._one(indices[0], origin)
+            self._repeated = indices[0], origin, one
+            groups = self.read(indices)
+            self._check_repeats()
         return groups
 
     def batches(self, first: int, until: int) -> Iterator[list[ExampleGroup]]:
@@ -116,9 +125,11 @@ class SampledExamples:
             TaskError: see `check`, in some steps; or see `read`.
         """
         for _ in range(first, until):
-            groups = self.read(poisson_sample(self._own, self._probability))
-            if compares(self._steps):
-                self._check_repeats()
+            compared = compares(self._steps)
+            with self._leaving_model(closely=compared):
+                groups = self.read(poisson_sample(self._own, self._probability))
+                if compared:
+                    self._check_repeats()
             self._steps += 1
             yield groups
 
@@ -143,6 +154,33 @@ class SampledExamples:
                 one = self._one(index, origin)
                 groups.setdefault(_shapes(one), []).append(one)
         return [self._group(members) for members in groups.values()]
+
+    @contextlib.contextmanager
+    def _leaving_model(self, *, closely: bool) -> Iterator[None]:
+        """Refuse what changes the watched model within it.
+
+        A statistic in a buffer would change what is computed for all other examples, and on a
+        device it would be sent with the model, without noise.
+
+        Args:
+            closely: whether to compare all values of large tensors.
+
+        Raises:
+            TaskError: with the tensor.
+        """
+        if self._model is None:
+            yield
+            return
+        tensors = ModelTensors(self._task, self._model, closely=closely)
+        yield
+        place = tensors.changed()
+        if place is not None:
+            raise TaskError(
+                f"reading an example changes {place!r}: the dataset or collate() keeps something "
+                "in a tensor of the model, by which one example could change the gradients of "
+                "others, and differential privacy of examples does not bound that; make what is "
+                "the same for all examples in model()"
+            )
 
     def _one(self, index: int, origin: int) -> Any:
         """An example as a batch of one, in memory that the dataset does not use again.

@@ -8,6 +8,7 @@ and in some steps examples are computed again after others (`Reference`).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from isthmus.task import Task, user_code
 from isthmus.task.scoring import losses_of, pair_of
 from isthmus.task.scoring.inputs import tensors_of
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
+from isthmus_privacy.dp_sgd.alone import check_alone
 from isthmus_privacy.dp_sgd.examples import ExampleGroup
 from isthmus_privacy.dp_sgd.isolation import (
     ComputedBefore,
@@ -38,6 +40,8 @@ from isthmus_privacy.dp_sgd.isolation import (
 )
 from isthmus_privacy.dp_sgd.kept_state import KeptState
 from isthmus_privacy.dp_sgd.reference import Reference
+
+log = logging.getLogger(__name__)
 
 MEMORY_ELEMENTS = 1 << 26
 """Elements of all gradients that exist at a time."""
@@ -63,6 +67,8 @@ class ExampleGradients:
         self._reference = Reference(model)
         self._first: ExampleGroup | None = None
         """The example of the reference: the first one that there was."""
+        self._together: bool | None = None
+        """Whether `torch.func.vmap` can compute the model; None until that was tried."""
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name; a gradient is in their order."""
@@ -85,10 +91,19 @@ class ExampleGradients:
         self._check_hooks()
         state = KeptState(self._task, self._model, closely=True)
         with state.explaining():
+            self._check_alone(group)
             self._check_reference(group)
             self._check_isolation(group, state)
             self._check_reference(group)
         state.check()
+
+    def _check_alone(self, group: ExampleGroup) -> None:
+        """Refuse a loss without a gradient for single examples, see `check_alone`."""
+        rows = next(iter(group.parts(self._at_once)))
+        with kept_generators(rows[0].device):
+            found, _ = self._computed(group)(*rows)
+        if not any(bool((each != 0).any()) for each in found.values()):
+            check_alone(self._task, self._model, group)
 
     def _check_isolation(self, group: ExampleGroup, state: KeptState) -> None:
         for rows, place in arranged(group.tensors):
@@ -235,7 +250,7 @@ class ExampleGradients:
             return mean, (mean, outputs)
 
         axes = (None, *(0 for _ in group.tensors))
-        gradients = vmap(grad(loss, has_aux=True), in_dims=axes, randomness="different")
+        together = vmap(grad(loss, has_aux=True), in_dims=axes, randomness="different")
 
         def computed(*rows: torch.Tensor) -> Any:
             # With gradients outside of `grad`, too: those of parameters that were not swapped.
@@ -243,12 +258,59 @@ class ExampleGradients:
                 torch.enable_grad(),
                 user_code("the gradient of single examples (torch.func.vmap)"),
             ):
-                found, (losses, outputs) = gradients(trained, *rows)
+                found, (losses, outputs) = self._each(together, loss, trained, rows)
             self._check_swapped(losses)
             alone = {name: each.detach() for name, each in found.items()}
             return alone, (losses.detach(), outputs)
 
         return computed
+
+    def _each(
+        self,
+        together: Callable[..., Any],
+        loss: Callable[..., Any],
+        trained: Mapping[str, torch.Tensor],
+        rows: Sequence[torch.Tensor],
+    ) -> Any:
+        """What is computed for each example, stacked.
+
+        Some models `torch.func.vmap` cannot compute, such as an `nn.GRU`, or one that looks at its
+        values, as those of `transformers` look at an attention mask. Their examples are computed
+        one after the other. The first call decides: results have other bits then.
+
+        Args:
+            together: computes several examples.
+            loss: of one, with what else is computed.
+            trained: the parameters.
+            rows: of the examples.
+        """
+        if self._together is None:
+            generators = GeneratorStates(rows[0].device)
+            try:
+                result = together(trained, *rows)
+            except (RuntimeError, TaskError) as error:
+                # A TaskError of loss() or inputs_and_target() has the task's own as its cause.
+                cause = error if isinstance(error, RuntimeError) else error.__cause__
+                if not isinstance(cause, RuntimeError):
+                    raise
+                generators.restore()
+                try:
+                    result = _one_after_the_other(loss, trained, rows)
+                except Exception:  # noqa: BLE001 - what failed first is told
+                    result = None
+                if result is None:
+                    raise
+                self._together = False
+                log.info(
+                    "torch.func.vmap cannot compute this model, so that the gradients of single "
+                    "examples are computed one after the other, which takes longer"
+                )
+            else:
+                self._together = True
+            return result
+        if self._together:
+            return together(trained, *rows)
+        return _one_after_the_other(loss, trained, rows)
 
     def _check_hooks(self) -> None:
         """Refuse hooks of parameters: no gradient is accumulated in these, so none is called.
@@ -330,6 +392,36 @@ def clipped_sum(parts: list[torch.Tensor], clip: float) -> torch.Tensor:
         for each in parts:
             each[~finite] = 0
     return torch.cat([_weighted_sum(factor, rows_of(each)) for each in parts])
+
+
+def _one_after_the_other(
+    loss: Callable[..., Any], trained: Mapping[str, torch.Tensor], rows: Sequence[torch.Tensor]
+) -> Any:
+    """What `vmap` of `grad` of a loss would give, by a pass for each row.
+
+    By passes as in plain training: `grad` cannot compute all models either, such as one that
+    computes activations again in the backward pass.
+    """
+    found = []
+    losses = []
+    outputs = []
+    for index in range(len(rows[0])):
+        leaves = {name: each.detach().requires_grad_() for name, each in trained.items()}
+        value, (_, output) = loss(leaves, *(each[index] for each in rows))
+        gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
+        if value.requires_grad:
+            # The graph is kept for `ExampleGradients._check_swapped`.
+            every = list(leaves.values())
+            gradients = torch.autograd.grad(value, every, retain_graph=True, allow_unused=True)
+        found.append(gradients)
+        losses.append(value)
+        outputs.append(output)
+    stacked = {
+        name: torch.stack([torch.zeros_like(each) if one is None else one for one in column])
+        for (name, each), column in zip(trained.items(), zip(*found, strict=True), strict=True)
+    }
+    columns = zip(*outputs, strict=True)
+    return stacked, (torch.stack(losses), [torch.stack(column) for column in columns])
 
 
 def rows_of(tensors: torch.Tensor) -> torch.Tensor:

@@ -149,6 +149,8 @@ def _is_measured(values: torch.Tensor) -> bool:
     Whole numbers may be places in a table, and one that is not there would end a process on an
     accelerator; on a processor it is an error, which is passed over.
     """
+    if values.is_complex():  # which are no places in a table
+        return True
     if not values.is_floating_point():
         return False
     return values.device.type == "cpu" or bool((values != values.round()).any())

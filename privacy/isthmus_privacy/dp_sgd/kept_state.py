@@ -371,6 +371,26 @@ class KeptState:
         return module.partition(".")[0] == self._own
 
 
+class ModelTensors(KeptState):
+    """The parameters and buffers of a model, as they were at one time, and nothing else of a task.
+
+    Reading examples must leave them as they are, and may change what the task keeps besides.
+    """
+
+    def _walk(self, roots: list[tuple[str, object]]) -> None:
+        model = dict(roots)["model"]
+        assert isinstance(model, nn.Module)
+
+        def tensors() -> _Items:
+            return [*model.named_parameters(), *model.named_buffers()]
+
+        found = tensors()
+        self._seen.append(_Seen("model", tensors, found))
+        for name, each in found:
+            assert isinstance(each, torch.Tensor)
+            self._note_tensor(f"model.{name}", each)
+
+
 def is_wrapped(value: object) -> bool:
     """Whether a value is a tensor that only exists inside of `torch.func`."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(

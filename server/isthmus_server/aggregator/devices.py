@@ -37,8 +37,9 @@ WAITING_MESSAGES = 256
 STALLED_SECONDS = 20.0
 """Time in which nothing of a vector comes, after which it is given up: a chunk that takes longer
 than a lease would end the stream."""
-_TOLD_BYTES = 1 << 20
-"""Bytes of a blob that have moved, after which the server is told."""
+_TOLD_BYTES = 16 << 20
+"""Bytes of a blob that have moved, after which the server is told. What moves quickly is told of at
+its end: each message costs the server as much as a part of a request."""
 TOLD_SECONDS = 3.0
 """Longest time until it is told of fewer: it takes a longer pause for the end of a transfer."""
 _NOT_LINKED = "this aggregator has no link to its server now"

@@ -155,6 +155,10 @@ def _check_output(output: Path, run_dir: Path) -> None:
         raise UserError(
             f"{output} is in the directory of the run, which is only read; choose another --output"
         )
+    if output.is_symlink():  # also /dev/stdout, where that leads to a file
+        raise UserError(
+            f"--output {output} is a link, which a transcript would replace; name the file itself"
+        )
 
 
 def _next_to(run_dir: Path) -> Path:

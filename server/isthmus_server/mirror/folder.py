@@ -38,20 +38,25 @@ class MirrorFolder:
         marker = self._folder / MARKER
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                found = marker.read_text(encoding="utf-8", errors="replace").strip()
-            except FileNotFoundError:
-                if any(self._folder.iterdir()):
+            if not marker.exists():
+                if any(path.name != MARKER for path in self._folder.iterdir()):
                     raise UserError(
                         f"--mirror file:{self._folder} has other files; name a folder that is "
                         "empty, or does not exist"
-                    ) from None
-                marker.write_text(f"{owner}\n", encoding="utf-8")
-                return
+                    )
+                # Two servers may claim it at the same time: one of them makes the file.
+                with contextlib.suppress(FileExistsError):
+                    _write_new(marker, f"{owner}\n")
+            found = marker.read_text(encoding="utf-8", errors="replace").strip()
         except OSError as error:
             raise UserError(
                 f"--mirror file:{self._folder} cannot be used: {error.strerror or error}"
             ) from None
+        if not found:
+            raise UserError(
+                f"{marker} is empty, as after a crash; remove it if no other server starts with "
+                "this mirror"
+            )
         if found != owner:
             raise UserError(
                 f"--mirror file:{self._folder} is the mirror of another server; name another folder"
@@ -85,3 +90,19 @@ class MirrorFolder:
     def address(self, name: str) -> str:
         """See `MirrorPlace.address`."""
         return f"{self._url}{name}"
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that only this process makes; there is none if it cannot be written.
+
+    Raises:
+        FileExistsError: another process has made it.
+        OSError: it cannot be written.
+    """
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise

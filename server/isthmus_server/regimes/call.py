@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -221,6 +222,7 @@ async def call(
     *,
     seconds: float | None = None,
     least_rate: float = math.inf,
+    between_steps: bool = False,
     reply: link_pb2.Reply | None = None,
     late: str = ROUND_OVER,
 ) -> AsyncIterator[link_pb2.Reply]:
@@ -234,6 +236,7 @@ async def call(
         receipts: where a failure is recorded; an accepted receipt is for the block to record.
         seconds: limit for the reply and the block together; None for no limit.
         least_rate: bytes per second of transfers whose time is added to that limit.
+        between_steps: whether the limit begins again with each training step that is reported.
         reply: the reply, if the request was sent earlier.
         late: why the reply is refused if the call is cancelled.
 
@@ -248,10 +251,19 @@ async def call(
     failure: CallFailed | None = None
     peer = link.peers.get(name)  # another process of the name may follow it before the call ends
     allowance = TransferAllowance(link, [name], least_rate)
+    begun = time.monotonic()
+
+    def later() -> float:
+        """Seconds from the request to the last step that was reported."""
+        worker = link.peers.get(name)
+        if not between_steps or worker is None or worker.last_step.request != request.id:
+            return 0.0
+        return max(0.0, worker.last_step.at - begun)
+
     # A failure is raised at the very end: the book and the participant learn of it first.
     try:
         async with asyncio.timeout(seconds) as limit:
-            with allowance.extending(limit, lambda: [name]):
+            with allowance.extending(limit, lambda: [name], later):
                 if reply is None:
                     reply = await link.ask(name, request)
                 # A refusal, or a reply to something else: both are handled like an update that
@@ -267,7 +279,8 @@ async def call(
         if not limit.expired():
             reason = SERVER_FAILED
             raise  # of another origin, such as a network file system
-        reason = f"it did not answer within {seconds:g} s{_noted(peer, request)}"
+        missed = "reported no other step" if later() else "did not answer"
+        reason = f"it {missed} within {seconds:g} s{_noted(peer, request)}"
         failure = CallFailed("dropped", reason, reached=True, timed_out=True)
     except ParticipantLost as lost:
         reached = lost.reached or reply is not None

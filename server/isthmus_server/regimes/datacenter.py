@@ -137,6 +137,7 @@ class DatacenterRegime:
             receipts,
             seconds=time.first_round_seconds,
             least_rate=time.least_rate,
+            between_steps=time.round_seconds is None,
         )
 
     async def _result(

@@ -75,11 +75,19 @@ class TransferAllowance:
 
     @contextlib.contextmanager
     def extending(
-        self, limit: asyncio.Timeout, names: Callable[[], Collection[str]]
+        self,
+        limit: asyncio.Timeout,
+        names: Callable[[], Collection[str]],
+        later: Callable[[], float] = lambda: 0.0,
     ) -> Iterator[None]:
         """Put off the end of a running limit in the block, while transfers of `names()` move.
 
         A limit that is set to an earlier time in the block stays there.
+
+        Args:
+            limit: that runs.
+            names: the participants whose transfers count.
+            later: by how many seconds the limit ends later whatever moves.
         """
         loop = asyncio.get_running_loop()
         base = limit.when()
@@ -93,7 +101,7 @@ class TransferAllowance:
             nonlocal handle, expected
             if limit.expired() or limit.when() != expected:
                 return
-            expected = max(expected, self.end(base, names()))
+            expected = max(expected, self.end(base + later(), names()))
             limit.reschedule(expected)
             if expected > loop.time() + _LOOK_SECONDS:
                 handle = loop.call_at(expected - _LOOK_SECONDS, look)

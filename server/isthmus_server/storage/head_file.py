@@ -9,6 +9,7 @@ which is written whole or not at all; after a crash in between, the other place 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 from pathlib import Path
 
@@ -52,28 +53,54 @@ class HeadFile:
     def write(self, seal: Seal) -> None:
         """Write a head that is on disk when this returns, unless there is a newer one.
 
-        A damaged file is replaced.
+        A damaged file is replaced. Of several processes one writes at a time.
 
         Raises:
             OSError: it cannot be written.
         """
+        while not self._written(seal):
+            pass  # another process has put a new file there
+
+    def _written(self, seal: Seal) -> bool:
+        """Write a head; returns whether the file was still there when it was locked."""
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            write_private_file(self.path, _encoded(seal) * 2)
+            return True
+        try:
+            # Another process would overwrite the place that this one has written meanwhile.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not self._is_there(file):
+                return False
+            self._write_to(file, seal)
+        finally:
+            os.close(file)
+        return True
+
+    def _is_there(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), self.path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _write_to(self, file: int, seal: Seal) -> None:
         try:
             places = self._places()
         except DamagedError:
             places = ()
-        if places and max(place.changes for place in places) >= seal.changes:
-            return  # another process is ahead
-        content = _encoded(seal)
+        newest = max(places, key=lambda place: place.changes, default=seal)
         if len(places) < 2:
-            write_private_file(self.path, content * 2)
+            latest = max((newest, seal), key=lambda each: each.changes)
+            write_private_file(self.path, _encoded(latest) * 2)
             return
-        older = 0 if places[0].changes < places[1].changes else 1
-        file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.pwrite(file, content, older * PLACE)
-            os.fdatasync(file)
-        finally:
-            os.close(file)
+        place = 0 if places[0].changes < places[1].changes else 1
+        if newest.changes >= seal.changes:
+            # It may be in memory only: of a process that was killed, or whose disk failed.
+            seal = newest
+            place = places.index(newest)
+        os.pwrite(file, _encoded(seal), place * PLACE)
+        os.fdatasync(file)
 
     def _places(self) -> tuple[Seal, ...]:
         """What both places have; one head in a file of earlier versions, none without a file."""

@@ -275,8 +275,8 @@ def unusable(directory: Path, error: Exception) -> UserError:
             return named
         what = str(named)
     return UserError(
-        f"the run directory {directory} could not be used: {what}; then `isthmus run --resume` "
-        "continues from the last committed round"
+        f"the run directory {directory} could not be used: {what}; then "
+        f"`{resume_command(directory)}` continues from the last committed round"
     )
 
 

@@ -611,6 +611,7 @@ class Link(AllTurns):
             if message.progress.id in peer.pending:
                 peer.messages_received.add(message.progress.id.encode(), size)
                 peer.note = (message.progress.id, message.progress.note)
+                peer.last_step = peer.last_step.followed_by(message.progress)
                 if message.progress.HasField("fetched"):
                     peer.fetched = (message.progress.id, Fetched.of(message.progress.fetched))
                 self.listeners.progressed(peer.name, message.progress)

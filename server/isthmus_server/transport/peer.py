@@ -116,6 +116,24 @@ class Storing:
 
 
 @dataclasses.dataclass(frozen=True)
+class LastStep:
+    """The last training step that a participant reported."""
+
+    request: str = ""
+    """Id of the request; empty if it has reported none."""
+    steps: int = 0
+    at: float = 0.0
+    """When it was reported, in monotonic seconds."""
+
+    def followed_by(self, progress: link_pb2.Progress) -> LastStep:
+        """The step after a report: another one only if it is of other steps."""
+        # Ranks that have restarted do some steps again, so fewer steps are other steps, too.
+        if not progress.steps or (self.request, self.steps) == (progress.id, progress.steps):
+            return self
+        return LastStep(progress.id, progress.steps, time.monotonic())
+
+
+@dataclasses.dataclass(frozen=True)
 class Fetched:
     """How much of the files that a model starts from a participant has, as it says."""
 
@@ -207,6 +225,8 @@ class Peer:
         """Requests without a reply, by id."""
         self.note = ("", "")
         """Id of the request of the last progress that it reported, and the note there, if any."""
+        self.last_step = LastStep()
+        """The last training step that it reported."""
         self.fetched: tuple[str, Fetched] | None = None
         """Id of the request of the last report on a download, and the report."""
         self.unacknowledged: set[str] = set()

@@ -1,10 +1,15 @@
 """The simulated devices, the proxy and the lower bound of the fleet benchmark."""
 
 import asyncio
+import shutil
+import ssl
+import urllib.request
 
+import pytest
 from device_fleet import socket_floor
 from device_fleet.devices import DeviceGroup, RoundProgress, value
 from device_fleet.interruptions import CuttableProxy
+from device_fleet.static_web import static_web
 
 
 def test_the_progress_of_two_processes_is_merged():
@@ -25,6 +30,25 @@ def test_an_update_is_encoded_with_the_header_of_the_run_and_cached():
     assert group.update(value(2), 16)[0] is payload
     group.open(b"87654321")
     assert group.update(value(2), 16)[1].sha256 != name.sha256
+
+
+def test_as_many_updates_differ_as_are_wanted():
+    assert [value(index, 3) for index in range(5)] == [1.0, 2.0, 3.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_web_server_has_the_files_of_its_folder(tmp_path, monkeypatch, is_installed):
+    if not is_installed:
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    elif not shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin"):
+        pytest.skip("there is no nginx; install nginx-light")
+    with static_web(tmp_path) as web:
+        assert web.named == ("nginx" if is_installed else "Python")
+        (web.folder / "file").write_bytes(b"data")
+        context = ssl.create_default_context(cafile=str(web.certificate))
+        with urllib.request.urlopen(f"{web.address}file", context=context) as answer:
+            assert answer.read() == b"data"
+        assert web.cpu_seconds() >= 0
 
 
 def test_the_socket_floor_waits_for_all_replies():

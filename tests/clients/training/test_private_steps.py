@@ -168,3 +168,38 @@ def test_figures_without_noise_are_refused(open_run):
     result = bytearray(run.layout.gradient_and_update.nbytes)
     with pytest.raises(UserError, match=r"federated.privacy\), and a mean gradient would get no"):
         run.train(work, model, lambda _: None, lambda: False, None, result)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "self.net.mean.lerp_(inputs.mean(0), 0.1)",
+        "self.net.mean.data.copy_(inputs.mean(0))",
+        "self.net.mean = inputs.mean(0)",
+        "self.net.offset.copy_(inputs.mean(0))",
+    ],
+)
+def test_what_collate_keeps_in_a_tensor_of_the_model_is_refused(open_run, change):
+    """It would change what is computed for others, and a buffer would be sent without noise."""
+    keeping = f"""
+        def model(self):
+            class Net(nn.Linear):
+                def __init__(self):
+                    super().__init__(4, 3)
+                    self.register_buffer("mean", torch.zeros(4))
+                    self.offset = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+                def forward(self, inputs):
+                    return super().forward(inputs - self.mean - self.offset)
+
+            self.net = Net()
+            return self.net
+
+        def collate(self, rows):
+            inputs, target = super().collate(rows)
+            with torch.no_grad():
+                {change}
+            return inputs, target
+    """
+    with pytest.raises(TaskError, match=r"reading an example changes 'model.*in model\(\)"):
+        open_run(*KEYS, noise(1.0), methods=keeping)

@@ -4,9 +4,13 @@ Others, which a server can cause on devices of its choice, are told as one const
 """
 
 import errno
+import multiprocessing
 import os
 import signal
-from concurrent.futures import ProcessPoolExecutor
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -115,6 +119,64 @@ def test_a_process_of_a_pool_that_is_killed_gives_no_vector_of_zeros():
 
     with pytest.raises(DetailsWithheld):
         attempted("training", compute)
+
+
+def in_a_thread(work):
+    """Where a loader does not hear of the end of its processes by a signal."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def read_of_loader():
+    return in_a_thread(lambda: next(iter(DataLoader(Killed(), num_workers=1))))
+
+
+def read_of_pipe():
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    return ours.recv()
+
+
+def write_to_pipe():
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    ours.send(bytes(1000))
+
+
+def run_program(command):
+    return subprocess.run(command, check=True)
+
+
+OF_OTHER_PROCESSES = {
+    "loader in a thread": read_of_loader,
+    "pipe": read_of_pipe,
+    "pipe to write": write_to_pipe,
+    "program": lambda: run_program([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]),
+    "program of a shell": lambda: run_program(["sh", "-c", "exit 137"]),
+}
+
+
+@pytest.mark.parametrize("what", OF_OTHER_PROCESSES)
+def test_the_end_of_another_process_of_the_task_is_no_vector_of_zeros(what):
+    def compute():
+        with user_code("forward()"):
+            OF_OTHER_PROCESSES[what]()
+
+    with pytest.raises(DetailsWithheld):
+        attempted("training", compute)
+
+
+def test_a_process_of_joblib_that_is_killed_gives_no_vector_of_zeros():
+    said = "A worker process managed by the executor was unexpectedly terminated."
+    with pytest.raises(DetailsWithheld):
+        attempted("training", lambda: in_the_task(BrokenProcessPool(said)))
+
+
+@pytest.mark.parametrize(
+    "error", [EOFError("Ran out of input"), subprocess.CalledProcessError(1, "convert")]
+)
+def test_a_file_that_is_cut_and_a_program_that_fails_are_a_vector_of_zeros(error):
+    assert attempted("training", lambda: in_the_task(error)) is None
 
 
 def test_a_lack_among_errors_of_a_group_is_no_vector_of_zeros():

@@ -175,6 +175,12 @@ def test_a_pattern_has_to_name_a_host(pattern):
         sources(pattern)
 
 
+@pytest.mark.parametrize("pattern", ["https://cdn.example.org/", "https://cdn.example.org/models/"])
+def test_a_pattern_of_a_folder_says_that_it_is_for_all_files(pattern):
+    with pytest.raises(UserError, match=r"for all files of a folder, end it in /\*"):
+        sources(pattern)
+
+
 @pytest.mark.parametrize(
     ("pattern", "address"),
     [

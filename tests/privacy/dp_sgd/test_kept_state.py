@@ -495,3 +495,34 @@ def test_group_of_one_example_is_compared_with_made_up_others():
     one = groups_of(task, 1)[0]
     assert isinstance(one, ExampleGroup)
     ExampleGradients(task, task.model(), 1.0, 8).check(one)
+
+
+class LevelledLater(Table):
+    """Keeps a running mean of what it has read in a buffer, once it has read some rows."""
+
+    def model(self):
+        self.net = nn.Linear(6, 3)
+        self.net.register_buffer("mean", torch.zeros(6))
+        self.read = 0
+        return self.net
+
+    def collate(self, rows):
+        self.read += 1
+        if self.read > 20:
+            self.net.mean.lerp_(rows[0][0], 0.1)
+        return super().collate(rows)
+
+    def forward(self, model, inputs):
+        return model(inputs - model.mean)
+
+
+def test_what_collate_keeps_in_a_buffer_is_refused_in_every_step():
+    """Also in steps that are not compared: one example changed sums of others by 10 bounds."""
+    task = LevelledLater({})
+    source = SampledExamples(task, task.rows(40, seed=3), range(40), 0.2, CPU)
+    source.watch(task.model())
+    source.check(range(4))
+    source._steps = 1
+    with pytest.raises(TaskError, match=r"reading an example changes 'model.mean'"):
+        for _ in source.batches(0, 10):
+            pass

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.datacenter.tasks import Masked, Table
+from tests.datacenter.tasks import Masked, Table, cross_entropy
 from torch import nn
 from torch.nn.utils import parameters_to_vector
+from torch.utils.checkpoint import checkpoint
 
 from isthmus.errors import TaskError
 from isthmus.task.scoring import losses
@@ -281,12 +282,95 @@ def test_no_generator_has_a_seed_that_one_could_try(monkeypatch):
     assert abs(float(drawn.var()) * 12 - 1) < 0.02
 
 
-def test_a_model_that_looks_at_values_is_refused():
-    task = Branching({})
-    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+class OfKind(Table):
+    """A table for a model."""
+
+    def __init__(self, kind):
+        super().__init__({})
+        self.kind = kind
+
+    def model(self):
+        return self.kind()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, packed):
+        super().__init__()
+        self.layer, self.head = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 3)
+        self.packed = packed
+
+    def forward(self, inputs):
+        rows = inputs.unflatten(1, (3, 2))
+        if self.packed:
+            lengths = (inputs[:, 0] > 0).long() + 2
+            rows = nn.utils.rnn.pack_padded_sequence(rows, lengths, True, enforce_sorted=False)
+        return self.head(self.layer(rows)[1][0])
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        return self.head(checkpoint(self.layers, inputs, use_reentrant=False))
+
+
+class LooksAtTarget(Table):
+    def loss(self, output, target):
+        return cross_entropy(output, target) if target.max() > 0 else -output.sum(1)
+
+
+NOT_TOGETHER = {
+    "GRU": lambda: OfKind(lambda: Recurrent(packed=False)),
+    "packed sequence": lambda: OfKind(lambda: Recurrent(packed=True)),
+    "activations computed again": lambda: OfKind(Recomputed),
+    "looks at values": lambda: Branching({}),
+    "looks at the target": lambda: LooksAtTarget({}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TOGETHER)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_what_vmap_cannot_compute_is_computed_one_after_the_other(name):
+    """The same clipped gradients as of batches of one."""
+    torch.manual_seed(1)
+    task = NOT_TOGETHER[name]()
+    model = task.model()
+    data = task.rows(9, seed=1)
+    gradients = ExampleGradients(task, model, 0.3, 4)
+    source = SampledExamples(task, data, range(9), 1.0, torch.device("cpu"))
+    gradients.check(source.check(range(4))[0])
+    expected = one_by_one(task, model, data, 0.3)
+    for number in (0, 1):  # with the comparisons, and without
+        gradients._steps = number
+        found = gradients.step_sum(source.read(range(9)), torch.device("cpu"))
+        torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_fails_alone_too_is_told_as_before():
+    task = OfKind(lambda: nn.Linear(5, 3))
     source = SampledExamples(task, task.rows(3, seed=1), range(3), 1.0, torch.device("cpu"))
-    with pytest.raises(TaskError, match=r"single examples \(torch.func.vmap\).*tasks|vmap"):
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    with pytest.raises(TaskError, match=r"single examples \(torch.func.vmap\) failed"):
         gradients.add_to(torch.zeros(gradients.size), source.read([0, 1])[0])
+
+
+class Negatives(Table):
+    """Tells the examples of a batch from each other."""
+
+    def loss(self, output, target):
+        return cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def test_a_loss_that_compares_examples_is_refused():
+    """Alone each has a loss of 0, and nothing but noise would be trained."""
+    task = Negatives({})
+    source = SampledExamples(task, task.rows(5, seed=1), range(5), 1.0, torch.device("cpu"))
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    with pytest.raises(TaskError, match=r"an example alone has no gradient.*nothing would"):
+        gradients.check(source.check(range(4))[0])
 
 
 class Worded(Table):

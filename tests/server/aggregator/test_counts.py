@@ -110,6 +110,18 @@ async def test_a_server_is_told_of_a_slow_transfer_before_it_takes_it_for_ended(
     assert device._telling.cancelled()
 
 
+async def test_a_server_is_told_once_of_a_quick_transfer_of_some_megabytes():
+    to = Told()
+    device = devices._Device(1, None, to)
+    for number in range(1, 9):
+        await device.moved(SHA256, 1 << 20, (1 << 20) + 10, number << 20, from_caller=True)
+    assert to.messages == []
+    await device.tell()  # as at the end of each transfer
+    [passed] = to.messages
+    assert (passed.bytes, passed.more, passed.end) == (8 << 20, 80, 8 << 20)
+    device.left()
+
+
 async def test_a_device_has_time_while_its_aggregator_gets_the_model(monkeypatch):
     device = Peer(link_pb2.Hello(name="a"))
     channel = channel_of(device)

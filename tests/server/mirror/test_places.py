@@ -1,5 +1,9 @@
 """Options that name a mirror, and folders that are none of this server's."""
 
+import errno
+import io
+from pathlib import Path
+
 import pytest
 
 from isthmus.errors import UserError
@@ -55,3 +59,36 @@ def test_a_folder_is_one_servers_and_has_nothing_else(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used: File exists"):
         MirrorFolder(str(tmp_path / "file"), URL).claim("me")
+
+
+def test_of_two_servers_that_claim_a_folder_at_once_one_has_it(tmp_path, monkeypatch):
+    mine, yours = (MirrorFolder(str(tmp_path / "www"), URL) for _ in range(2))
+    files = Path.iterdir
+
+    def files_before_the_other_claims(folder):
+        found = list(files(folder))
+        monkeypatch.setattr(Path, "iterdir", files)
+        yours.claim("you")
+        return found
+
+    monkeypatch.setattr(Path, "iterdir", files_before_the_other_claims)
+    with pytest.raises(UserError, match="is the mirror of another server; name another folder"):
+        mine.claim("me")
+    yours.claim("you")
+
+
+def test_a_claim_that_a_crash_cut_short_is_named_as_one(tmp_path):
+    (tmp_path / MARKER).touch()
+    with pytest.raises(UserError, match=f"{MARKER} is empty, as after a crash; remove it if no"):
+        MirrorFolder(str(tmp_path), URL).claim("me")
+
+
+def test_a_claim_for_which_there_is_no_room_leaves_no_file(tmp_path, monkeypatch):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda path, *how, **also: path.touch() or Full())
+    with pytest.raises(UserError, match="cannot be used: No space left on device"):
+        MirrorFolder(str(tmp_path), URL).claim("me")
+    assert not list(tmp_path.iterdir())

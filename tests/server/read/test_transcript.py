@@ -390,10 +390,13 @@ async def test_a_transcript_replaces_no_part_of_its_run_and_no_device(deployment
     before = log.read_bytes()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to(log)
+    (tmp_path / "file.jsonl").touch()
+    (tmp_path / "to-a-file").symlink_to(tmp_path / "file.jsonl")
     refused = {
         log: "is in the directory of the run, which is only read",
         store.directory / "new.jsonl": "is in the directory of the run, which is only read",
         tmp_path / "link": "is in the directory of the run, which is only read",
+        tmp_path / "to-a-file": "is a link, which a transcript would replace; name the file itself",
         tmp_path / "pipe": "is not a file; a transcript replaces a file as a whole",
         "": "is not a file; a transcript replaces a file as a whole",
     }

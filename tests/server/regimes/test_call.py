@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from tests.server.waiting import wait_until
 from isthmus.errors import AdmissionRefused, ParticipantLost, PeerMisbehaved, UpdateError
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.call import ROUND_OVER, SERVER_FAILED, CallFailed, ReceiptBook, call
-from isthmus_server.transport.peer import Peer
+from isthmus_server.transport.peer import LastStep, Peer
 
 TRAINED = link_pb2.Reply(trained=link_pb2.Trained(examples=7))
 FAILURE = link_pb2.Reply(failure=link_pb2.Failure(reason="the battery is empty"))
@@ -226,6 +227,53 @@ async def test_the_last_note_of_a_datacenter_is_in_the_reason(receipts, role, no
         async with call(link, "a", request(), "trained", receipts, seconds=0.001):
             pytest.fail("the block ran")
     assert receipt_of(receipts)[1] == f"it did not answer within 0.001 s{said}"
+
+
+class SteppingLink(ScriptedLink):
+    """Reports one step after the other for some seconds, and then replies as a `ScriptedLink`."""
+
+    def __init__(self, answer, seconds):
+        super().__init__(answer)
+        self.peers["a"] = Peer(link_pb2.Hello(name="a", role=link_pb2.DATACENTER))
+        self.seconds = seconds
+
+    async def ask(self, name, request):
+        begun = time.monotonic()
+        steps = 0
+        while time.monotonic() < begun + self.seconds:
+            steps += 1
+            report = link_pb2.Progress(id=request.id, steps=steps)
+            self.peers[name].last_step = self.peers[name].last_step.followed_by(report)
+            await asyncio.sleep(0.002)
+        return await super().ask(name, request)
+
+
+async def test_a_limit_between_steps_begins_again_with_each_of_them(receipts):
+    link = SteppingLink(TRAINED, seconds=2.5)
+    limit = {"seconds": 2.0, "least_rate": 1.0}
+    async with call(link, "a", request(), "trained", receipts, between_steps=True, **limit):
+        receipts.record("a", "accepted", sent=True)
+    with pytest.raises(CallFailed, match=r"^it did not answer within 2 s$"):
+        async with call(link, "a", request(), "trained", **limit):
+            pytest.fail("the block ran")
+
+
+async def test_a_limit_between_steps_ends_after_the_last_one():
+    link = SteppingLink(None, seconds=0.5)
+    with pytest.raises(CallFailed, match=r"^it reported no other step within 1 s$"):
+        async with call(
+            link, "a", request(), "trained", seconds=1.0, least_rate=1.0, between_steps=True
+        ):
+            pytest.fail("the block ran")
+
+
+def test_the_same_step_again_is_no_other_step():
+    first = LastStep().followed_by(link_pb2.Progress(id="new", steps=3))
+    assert first.followed_by(link_pb2.Progress(id="new", steps=3)) is first
+    assert first.followed_by(link_pb2.Progress(id="new", note="rank 1 came back")) is first
+    # Ranks that have restarted do some steps again.
+    assert first.followed_by(link_pb2.Progress(id="new", steps=1)).steps == 1
+    assert first.followed_by(link_pb2.Progress(id="next", steps=3)).request == "next"
 
 
 async def test_a_block_that_takes_too_long_is_a_timeout_and_its_reply_is_refused(receipts):

@@ -17,6 +17,7 @@ from tests.server.storage.rounds import commit_round, plan_round
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.file_lock import file_lock
 from isthmus_server.storage.recovery import roll_back
+from isthmus_server.storage.run_description import mark_simulated, unusable
 from isthmus_server.storage.store import Store
 
 
@@ -70,6 +71,14 @@ def test_the_command_that_continues_a_run_can_be_pasted_into_a_shell(make_job, t
         Store.create(directory, make_job(), tmp_path)
     command = str(refused.value).split("`")[1]
     assert shlex.split(command) == ["isthmus", "run", "--resume", "--run-dir", str(directory)]
+
+
+def test_after_a_disk_has_failed_the_command_that_continues_the_run_is_named(tmp_path):
+    failure = OSError(5, "Input/output error")
+    assert f"`isthmus run --resume --run-dir {tmp_path}`" in str(unusable(tmp_path, failure))
+    mark_simulated(tmp_path / "run")
+    said = str(unusable(tmp_path / "run", failure))
+    assert f"; repair it; then `isthmus simulate --resume --run-dir {tmp_path / 'run'}`" in said
 
 
 def test_a_directory_is_usable_after_a_crash_before_job_json(

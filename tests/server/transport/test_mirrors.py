@@ -87,7 +87,10 @@ async def test_a_job_of_several_uses_the_mirror_of_the_server(network, web):
         view.end()
 
 
-FAULTS = ("lies", "is cut", "has nothing", "hangs", "is full", "is not allowed")
+FAULTS = (
+    *("lies", "is cut", "has nothing", "hangs", "drips", "drips its answer", "is full"),
+    "is not allowed",
+)
 
 
 @pytest.mark.parametrize("fault", ["", *FAULTS])
@@ -114,6 +117,11 @@ async def test_a_run_ends_with_the_same_model_whatever_the_mirror_does(
         elif fault == "hangs":
             monkeypatch.setattr(blob_sources, "SILENT_SECONDS", 0.1)
             web.gate = threading.Event()
+        elif fault.startswith("drips"):  # and never ends: no silence of its own is long
+            monkeypatch.setattr(blob_sources, "SILENT_SECONDS", 0.3)
+            web.sends = 1000
+            web.slow = 0.01
+            web.drips_answers = fault == "drips its answer"
         elif fault == "is full":
             monkeypatch.setattr(MirrorFolder, "put", full)
         patterns = [] if fault == "is not allowed" else [f"{web.address}*"]
@@ -130,6 +138,8 @@ async def test_a_run_ends_with_the_same_model_whatever_the_mirror_does(
     assert bool(web.asked) == (fault not in ("is full", "is not allowed"))
     said = [each for each in caplog.records if "mirror" in each.getMessage()]
     if fault:
+        if fault.startswith("drips"):
+            assert "it gave too little for 0.3 s" in caplog.text
         # Once for each device: then it is left alone. A model that is missing is said each time.
         most = 4 if fault == "has nothing" else 2
         assert 1 <= sum(each.levelname == "WARNING" for each in said) <= most

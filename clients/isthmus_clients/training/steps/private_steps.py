@@ -71,6 +71,7 @@ class PrivateSteps:
         self._device = device
         own = range(data.examples)
         self._sampled = SampledExamples(task, data.dataset, own, plan.probability, device)
+        self._sampled.watch(model)
         self._gradients = ExampleGradients(task, model, plan.privacy.clip, settings.batch_size)
         if not checked:
             with kept_generators(device):

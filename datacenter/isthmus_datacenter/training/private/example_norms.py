@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ _RECOMPUTED = 1e-2
 """Largest change of the norm and the sum of an output that is computed again, relative to them."""
 _NORMALISING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _InstanceNorm)
 """Layers whose gradients do not grow with their inputs."""
+
+_MOST_INSIDE = 10_000
+"""Objects that an attribute of a layer is followed to."""
+_NOT_INSIDE = (bool, int, float, str, bytes, type(None), type, ModuleType, FunctionType)
+"""What is not followed: plain values, and code."""
 
 _Summand = OuterProducts | torch.Tensor
 """The gradients of one parameter at one of its places: as they are, or (B, ...)."""
@@ -616,12 +622,36 @@ def refused(name: str, module: nn.Module, why: str) -> TaskError:
 
 
 def _inside(value: object) -> tuple[object, ...]:
-    """The version of a tensor, and the items of a list or a dictionary."""
-    if isinstance(value, torch.Tensor):
-        return (value._version,)
+    """What a value refers to, and what that refers to, with the versions of tensors."""
+    found: list[object] = []
+    waiting = [value]
+    visited: set[int] = set()
+    while waiting and len(visited) < _MOST_INSIDE:
+        each = waiting.pop()
+        if isinstance(each, _NOT_INSIDE) or id(each) in visited:
+            continue
+        visited.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found.append(each._version)
+            continue
+        inner = _items(each)
+        found += inner
+        waiting += inner
+    return tuple(found)
+
+
+def _items(value: object) -> list[object]:
+    """What a container or an object refers to; a module also by its hooks, but not by parameters.
+
+    These are others while `fully_shard` computes.
+    """
+    kept = getattr(value, "__dict__", {})
+    items = [each for name, each in kept.items() if name not in ("_parameters", "_modules")]
     if isinstance(value, dict):
-        return (*value, *value.values())
-    return tuple(value) if isinstance(value, list | tuple) else ()
+        items += [*value, *value.values()]
+    elif isinstance(value, list | tuple):
+        items += value
+    return items
 
 
 def _is_unchanged(before: tuple[object, ...], now: tuple[object, ...]) -> bool:

@@ -28,6 +28,7 @@ from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.training.private.example_norms import PER_EXAMPLE, ExampleNorms
 from isthmus_datacenter.training.private.step import PrivateForwardBackward
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
+from isthmus_privacy.dp_sgd.alone import check_alone
 from isthmus_privacy.dp_sgd.examples import ExampleGroup
 from isthmus_privacy.dp_sgd.isolation import (
     ComputedBefore,
@@ -135,6 +136,8 @@ class GhostForwardBackward(PrivateForwardBackward):
         with self._without_zeros():
             state = self._state(closely=True)
             with state.explaining():
+                if not self._sharded:
+                    check_alone(self.task, self.model, group)
                 self._check_reference()
                 for rows in [two, [each.flip(0) for each in two]][: len(group)]:
                     self._check_evaluation(group.one, rows)

@@ -3,6 +3,7 @@
 import math
 import random
 import secrets
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.datacenter.task_models import Decoder
 from tests.datacenter.tasks import Gpt, Masked, Pictures, Table, cross_entropy
 from tests.privacy.dp_sgd.test_kept_state import Levelled
-from tests.privacy.dp_sgd.test_private_gradients import Tied, one_by_one
+from tests.privacy.dp_sgd.test_private_gradients import Negatives, Tied, one_by_one
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -466,6 +467,51 @@ class SeldomInSmallModes(nn.Module):
         return self.head(hidden)
 
 
+class Scaled(nn.Module):
+    """A small factor, times a scale of what the layer refers to."""
+
+    def __init__(self, holder, scale_of):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((6,), 1e-6))
+        self.holder = holder
+        self.scale_of = scale_of
+
+    def forward(self, values):
+        return values + values * self.factor * self.scale_of(self.holder)
+
+
+class SeldomScaled(nn.Module):
+    """A large value sets an attribute of an object that a layer refers to for a call."""
+
+    def __init__(self, holder, scale_of, scaled):
+        super().__init__()
+        self.layer, self.head = Scaled(holder, scale_of), nn.Linear(6, 3)
+        self.scaled = scaled
+
+    def forward(self, values):
+        large = values.abs().amax(1, keepdim=True) > 10
+        self.scaled.scale = torch.where(large, 1000.0, 1.0)
+        hidden = self.layer(values)
+        self.scaled.scale = 1.0
+        return self.head(hidden)
+
+
+def seldom_of_object():
+    holder = SimpleNamespace(scale=1.0)
+    return SeldomScaled(holder, lambda holder: holder.scale, holder)
+
+
+def seldom_of_inner_object():
+    inner = SimpleNamespace(scale=1.0)
+    return SeldomScaled({"inner": [inner]}, lambda holder: holder["inner"][0].scale, inner)
+
+
+def seldom_of_other_layer():
+    other = nn.Identity()
+    other.scale = 1.0
+    return SeldomScaled([other], lambda holder: holder[0].scale, other)
+
+
 class Depth(nn.Module):
     """Leaves its factor out at times, by random numbers of Python or NumPy."""
 
@@ -511,6 +557,9 @@ SELDOM = {
     "attribute": SeldomInMode,
     "attribute of a small factor": SeldomInSmallMode,
     "item of an attribute": SeldomInSmallModes,
+    "attribute of an object of a layer": seldom_of_object,
+    "attribute of an object in a list in a dictionary": seldom_of_inner_object,
+    "attribute of another layer": seldom_of_other_layer,
     "hook": seldom_hooked,
     "forward of the object": seldom_replaced,
     "random numbers of Python": lambda: nn.Sequential(
@@ -610,6 +659,32 @@ def test_a_guard_that_looks_at_a_mask_of_the_batch_is_refused():
     data = TensorDataset(torch.rand(4, 6), torch.zeros(4, 6).bool(), torch.arange(4) % 3)
     with pytest.raises(TaskError, match="changes with the other examples of its batch"):
         ghost_sum(task, MaskGuard(), data, 0.3)
+
+
+def test_a_loss_that_compares_examples_is_refused():
+    task = Negatives({})
+    with pytest.raises(TaskError, match="loss of an example alone has no gradient"):
+        ghost_sum(task, task.model(), task.rows(5, seed=1), 0.3)
+
+
+class Spectra(nn.Module):
+    """Divides by the largest number of a batch if that is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        values = torch.view_as_real(inputs).flatten(1)
+        largest = values.abs().max()
+        return self.head(values / largest if largest > 100 else values)
+
+
+def test_a_guard_that_looks_at_complex_numbers_of_the_batch_is_refused():
+    """No example that is compared has a large one."""
+    data = TensorDataset(torch.rand(4, 3, dtype=torch.cfloat), torch.arange(4) % 3)
+    with pytest.raises(TaskError, match="changes with the other examples of its batch"):
+        ghost_sum(Table({}), Spectra(), data, 0.3)
 
 
 def test_what_collate_keeps_and_forward_uses_is_refused():

@@ -1,0 +1,112 @@
+"""A kept HTTPS connection: used again, replaced, and never one with something left to read."""
+
+import urllib.request
+
+import pytest
+from tests.server.scripted_participant import payload_of
+from tests.static_https import static_https
+
+from isthmus.transport import kept_connections
+from isthmus.transport.https_source import HttpsSource
+from isthmus.transport.kept_connections import KeptConnection
+
+SIZE = 100_003
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    """A web server with a file."""
+    folder = tmp_path / "www"
+    folder.mkdir()
+    (folder / "file").write_bytes(payload_of(SIZE))
+    with static_https(folder, tmp_path / "keys") as served:
+        monkeypatch.setenv("SSL_CERT_FILE", str(served.certificate))
+        yield served
+
+
+class Kept(KeptConnection):
+    """Notes the connections that are kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def keep(self, host, connection):
+        self.noted.append(connection)
+        super().keep(host, connection)
+
+
+@pytest.fixture
+def kept():
+    return Kept()
+
+
+@pytest.fixture
+def source(web, kept):
+    return HttpsSource(f"{web.address.removeprefix('https:')}file", {"a": "file"}, kept=kept)
+
+
+def read(source):
+    with source.open("a", SIZE, 0) as stream:
+        return b"".join(iter(lambda: stream.read1(SIZE), b""))
+
+
+def test_a_connection_is_used_again_after_its_answer_was_read(source, kept):
+    for _ in range(3):
+        assert read(source) == payload_of(SIZE)
+    assert len(kept.noted) == 3
+    assert len(set(kept.noted)) == 1
+
+
+def test_a_connection_with_something_left_to_read_is_closed(source, kept):
+    with source.open("a", SIZE, 0) as stream:
+        assert stream.read(10) == payload_of(SIZE)[:10]
+    assert kept.noted == []
+    assert read(source) == payload_of(SIZE)
+
+
+def test_one_that_the_server_has_ended_is_replaced(source, kept, web):
+    assert read(source) == payload_of(SIZE)
+    [first] = kept.noted
+    first.sock.shutdown(2)
+    assert read(source) == payload_of(SIZE)
+    assert len(set(kept.noted)) == 2
+    assert first.sock is None
+
+
+def test_one_that_was_idle_for_too_long_is_not_used_again(source, kept, monkeypatch):
+    monkeypatch.setattr(kept_connections, "KEPT_SECONDS", -1.0)
+    for _ in range(2):
+        assert read(source) == payload_of(SIZE)
+    first, second = kept.noted
+    assert first is not second
+    assert first.sock is None
+
+
+def test_one_that_answers_nothing_is_given_up_after_a_moment(source, kept, web, monkeypatch):
+    monkeypatch.setattr(kept_connections, "_AGAIN_SECONDS", 0.2)
+    assert read(source) == payload_of(SIZE)
+    web.forgets_next = True
+    assert read(source) == payload_of(SIZE)
+    assert len(set(kept.noted)) == 2
+
+
+def test_a_connection_to_another_host_is_left_alone(source, kept):
+    assert read(source) == payload_of(SIZE)
+    assert kept.take("localhost:1") is None
+    [connection] = kept.noted
+    assert kept.take(connection.host + f":{connection.port}") is connection
+    connection.close()
+
+
+def test_a_proxy_has_connections_of_its_own(source, kept, monkeypatch):
+    asked = []
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setattr(
+        urllib.request.HTTPSHandler, "https_open", lambda self, request: asked.append(request.host)
+    )
+    through = HttpsSource("//127.0.0.2/file", {"a": "file"}, kept=kept)
+    with pytest.raises(OSError, match="unknown url type"):  # what a handler without an answer is
+        through.open("a", SIZE, 0)
+    assert asked == ["127.0.0.1:9"]
