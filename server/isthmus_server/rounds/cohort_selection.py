@@ -5,7 +5,8 @@ only with exactly the same survivors (see `isthmus_server.storage.unmasking_log`
 
     1. exactly the survivors of such a sum, if all of them are available; else
     2. the usual selection, among the available devices that have unmasked no such sum; else
-    3. nothing: the round waits, or the datacenter changes the model first.
+    3. the groups of such a sum whose devices are all available, if the quorum is in them; else
+    4. nothing: the round waits, or the datacenter changes the model first.
 
 A sum of ranges of a group that a crash has lost keeps nobody from a round: the same groups are
 invited again, and a group with other devices is summed without ranges.
@@ -210,7 +211,18 @@ class CohortSelector:
         interrupted = self._interrupted_again(round_, unmasked, ready, settings)
         if interrupted is not None:
             return interrupted
-        return self._secure(round_, unmasked, ready, settings, settings.invited)
+        try:
+            usual = self._secure(round_, unmasked, ready, settings, settings.invited)
+        except NoAllowedCohort:
+            complete = self._complete_groups_again(round_, summed, ready, settings)
+            if complete is None:
+                raise
+            return complete
+        if settings.robust is not None:
+            usual = self.in_random_groups(round_, usual, settings)
+        if usual.shortage:
+            return self._complete_groups_again(round_, summed, ready, settings) or usual
+        return usual
 
     def _unless_refused(
         self,
@@ -448,14 +460,24 @@ class CohortSelector:
         unmasked: Sequence[Unmasking],
         ready: Collection[str],
         settings: FederatedSection,
+        *,
+        complete: bool = False,
     ) -> SelectedCohort | None:
         """Exactly the survivors of the groups that the last attempt has summed.
 
         A device takes part only in the sum of the group that its owner declares now.
+        `complete`: only of groups whose devices are all ready, and whose sum was not refused.
         """
         groups = {} if settings.least_in_group is None else _last_groups(unmasked)
+        if complete:
+            groups = {
+                group: entry
+                for group, entry in groups.items()
+                if entry.devices <= set(ready) and not self._unmaskings.is_refused_sum(entry)
+            }
         names = sorted(_devices_of(list(groups.values())))
-        if not settings.needed <= len(names) or not set(names) <= set(ready):
+        least = 1 if settings.robust is None else MIN_ROBUST_GROUPS
+        if len(groups) < least or not settings.needed <= len(names) or not set(names) <= set(ready):
             return None
         clients = self._roster.clients
         for group, entry in groups.items():
@@ -474,6 +496,19 @@ class CohortSelector:
         )
         devices = {name: sorted(entry.devices) for name, entry in groups.items()}
         return None if cohort is None else dataclasses.replace(cohort, groups=devices)
+
+    def _complete_groups_again(
+        self,
+        round_: int,
+        unmasked: Sequence[Unmasking],
+        ready: Collection[str],
+        settings: FederatedSection,
+    ) -> SelectedCohort | None:
+        """The groups of the last attempt that can be repeated, if the quorum is in them.
+
+        A round goes on without a group that cannot be summed, so also after a crash.
+        """
+        return self._groups_again(round_, unmasked, ready, settings, complete=True)
 
     def _survivors_again(
         self,
