@@ -8,6 +8,7 @@
 # make chaos  ten minutes of faults for each of SEEDS, by default "1 2 3 4 5"; MINUTES changes the time
 # make crash-sweep  kill each process before and after each of its durable steps
 # make networks  a fleet behind proxies and balancers, on slow and broken links; takes about an hour
+# make bases     runs over bases of 20 and 200 MB from each kind of source; takes about half an hour
 # make ray       datacenters and simulations on a cluster of Ray; installs it
 # make corruption  200 damages to each file of runs, devices and servers; takes about half an hour
 # make benchmarks  every script of benchmarks/ with --quick, as one table with targets; takes about half an hour
@@ -35,7 +36,7 @@ test check test-jobs coverage: export OMP_WAIT_POLICY = passive
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check packages docs ci oldest test-jobs constraints constraints-check pairs chaos crash-sweep networks ray corruption coverage benchmarks lint format proto clean
+.PHONY: help demo test check packages docs ci oldest test-jobs constraints constraints-check pairs chaos crash-sweep networks bases ray corruption coverage benchmarks lint format proto clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -170,6 +171,10 @@ networks: $(VENV)/ready-dev packages
 	@$(BIN)/pytest -q $(ROADS)
 	@ISTHMUS_TEST_NETWORKS=all $(BIN)/pytest -q -s $(NETWORKS)
 networks: PACKAGES += $(NETWORK_PACKAGES)
+
+# `make test` tries a small base from a store of S3; this prints a line for each.
+bases: $(VENV)/ready-dev
+	@ISTHMUS_TEST_BASES=all $(BIN)/pytest -q -s tests/end_to_end/test_base_sources.py
 
 # Ray's nodes take a minute to start, and it is a large package.
 ray: $(VENV)/ready-dev

@@ -144,7 +144,7 @@ COMMANDS = [
     "isthmus task pack --key --name --output --version FOLDER",
     "isthmus task show PACKAGE",
     "isthmus weights add --base --state --weights PATH",
-    "isthmus weights list --json --state --weights",
+    "isthmus weights list --check --json --state --weights",
     "isthmus weights remove --state --weights DIGEST",
     "isthmus what-if --json --policies --replay RUN_DIR",
     "isthmus why --json NUMBER RUN_DIR",

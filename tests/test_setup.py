@@ -138,6 +138,13 @@ def test_the_packages_that_tests_ask_for_are_those_that_are_installed():
     assert asked - {"helm"} == installed  # of a package of the dev extra
 
 
+def test_all_sources_of_bases_are_tried_by_a_target_of_their_own():
+    needed, commands = recipe("bases")
+    assert needed == ["$(VENV)/ready-dev"]
+    [file] = re.findall(r"ISTHMUS_TEST_BASES=all \$\(BIN\)/pytest -q -s (\S+)", commands)
+    assert 'os.environ.get("ISTHMUS_TEST_BASES") == "all"' in (ROOT / file).read_text()
+
+
 def test_all_networks_are_tried_by_a_target_of_their_own():
     needed, commands = recipe("networks")
     assert needed == ["$(VENV)/ready-dev", "packages"]

@@ -54,11 +54,28 @@ def add(path: Path, base: Path | None, state: Path, store: Path | None) -> None:
 @weights.command("list")
 @_STATE
 @_STORE
+@click.option(
+    "--check", is_flag=True, help="Read all files; the exit status is 1 if one is damaged."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def list_(state: Path, store: Path | None, *, as_json: bool) -> None:
-    """Print the models of the store, by digest."""
+def list_(state: Path, store: Path | None, *, check: bool, as_json: bool) -> None:
+    """Print the models of the store, by digest.
+
+    Files of another size than they should have are said to be damaged, and with --check those with
+    other bytes, too. A device gets them again before it trains.
+    """
     place = WeightStore(store or state / DIRECTORY)
+    if check:
+        for each in place.models():
+            for file in each.manifest.files:
+                place.damage(file.sha256)
     found = place.models()
+    _print(place, found, as_json=as_json)
+    if check and any(each.damaged for each in found):
+        raise SystemExit(1)
+
+
+def _print(place: WeightStore, found: list[KeptModel], *, as_json: bool) -> None:
     if as_json:
         rows = [
             {
@@ -67,6 +84,7 @@ def list_(state: Path, store: Path | None, *, as_json: bool) -> None:
                 "name": each.name,
                 "added": each.added,
                 "whole": each.is_whole,
+                "damaged": list(each.damaged),
                 "files": [file.name for file in each.manifest.files],
             }
             for each in found
@@ -75,9 +93,11 @@ def list_(state: Path, store: Path | None, *, as_json: bool) -> None:
         return
     for each in found:
         origin = "added" if each.added else "of a job"
-        state_ = "" if each.is_whole else ", not whole"
+        whole = "" if each.is_whole else ", not whole"
+        if each.damaged:
+            whole = f", damaged: {in_a_line(', '.join(each.damaged))}"
         name = in_a_line(each.name)
-        click.echo(f"{each.manifest.digest}  {_size(each)}  {name} ({origin}{state_})")
+        click.echo(f"{each.manifest.digest}  {_size(each)}  {name} ({origin}{whole})")
     click.echo(f"{len(found)} models; {place.used_bytes / 1e6:.1f} MB of files")
 
 

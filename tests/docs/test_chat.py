@@ -26,7 +26,9 @@ def walked(
     The project's five scripts would take half of the time to import PyTorch and transformers.
     """
     with ForkedCommands("python") as commands:
-        terminal = Terminal(tmp_path_factory.mktemp("chat"), commands.environment())
+        # Threads of such small models wait for each other, next to other tests for very long.
+        environment = {**commands.environment(), "OMP_NUM_THREADS": "1"}
+        terminal = Terminal(tmp_path_factory.mktemp("chat"), environment)
         said = {}
         for block in blocks(PAGE):
             for line in block.strip().splitlines():

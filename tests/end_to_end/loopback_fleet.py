@@ -140,9 +140,13 @@ class LoopbackFleet:
 
     def send(self, name: str, number: int) -> None:
         """Send a signal to a process."""
+        os.kill(self.pid(name), number)
+
+    def pid(self, name: str) -> int:
+        """The id of a process."""
         pid = self._running[name].pid
         assert pid is not None
-        os.kill(pid, number)
+        return pid
 
     def ended(self, name: str) -> int | None:
         """Wait until a process has ended by itself; returns its exit status."""

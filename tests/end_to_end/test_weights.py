@@ -1,7 +1,8 @@
 """Devices get the base of a model each from elsewhere, and train adapters of it in secure sums.
 
 The base is in none of the packages and rounds: in the store of one device, in the folder of another
-one's owner, on a web server, and on the link, where the download is killed on the way.
+one's owner, on a web server, and on the link, where the download is killed on the way. In the store
+of one that may fetch nothing a bit has changed.
 """
 
 from __future__ import annotations
@@ -99,6 +100,18 @@ def percents(log: str) -> list[int]:
     return [int(line.rpartition(", ")[2].split()[0]) for line in lines]
 
 
+def flip_last_bit(path: Path) -> None:
+    """Change a file as a disk may, its size and permissions aside."""
+    mode = path.stat().st_mode
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    path.chmod(mode)
+
+
 def test_a_base_comes_from_each_kind_of_source(tmp_path: Path, served: StaticHttps) -> None:
     folder = tmp_path / "models"
     shutil.copytree(tmp_path / "tasks" / "base", folder / "somewhere")
@@ -111,6 +124,9 @@ def test_a_base_comes_from_each_kind_of_source(tmp_path: Path, served: StaticHtt
         fleet.start_datacenter(ranks=2)
         store = WeightStore(tmp_path / "phone-0" / "weights")
         base = store.add(tmp_path / "tasks" / "base").manifest
+        damaged = WeightStore(tmp_path / "phone-4" / "weights")
+        damaged.add(tmp_path / "tasks" / "base")
+        flip_last_bit(damaged.path(base.files[0].sha256))
         job = fleet.submit("job.toml")
         partial = tmp_path / "phone-3" / "weights" / "partial" / base.files[0].sha256
         fleet.until(lambda: partial.exists() and partial.stat().st_size > base.size // 4)
@@ -129,6 +145,8 @@ def test_a_base_comes_from_each_kind_of_source(tmp_path: Path, served: StaticHtt
         # The one whose owner has not allowed anything says so, and the others go on without it.
         told = fleet.run("server", "participants", "state")
         assert "phone-4 declined words" in told
+        assert "model.safetensors was damaged in its store; its owner lets" in told
+        assert "is damaged: its bytes have changed since they were verified" in fleet.log("phone-4")
         assert "its owner lets it fetch no models (weights_mb in policy.toml)" in told
         report = json.loads(fleet.run("report", str(fleet.directory(job)), "--json"))
         receipts = [each for row in report["rounds"] for each in row["receipts"]]

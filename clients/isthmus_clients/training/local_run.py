@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import logging
 import math
 import time
@@ -155,6 +156,9 @@ class DeviceRun:
         self._half = self.layout.explain_half_precision(self.model) if self._withheld else None
         """Why the updates of this model are in no sum of an owner's device."""
         self._open_data(checked=False)
+        if not self.job.statistics.collect:
+            # The first optimizer would import the compiler, in a round that others wait for.
+            importlib.import_module("torch._dynamo")
 
     def _open_data(self, *, checked: bool) -> None:
         device = self._arithmetic.device

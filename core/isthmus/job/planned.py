@@ -10,6 +10,8 @@ called as `time_rounds(job, base, directory, rounds, seconds)`, whose devices tr
 '128 bytes (exact)'
 >>> Figure("update", 128, "bytes", EXACT, most=256).text
 '128 to 256 bytes (exact)'
+>>> Figure("step", 3.8e-05, "s", GIVEN, most=0.25).text
+'38 µs to 0.25 s (given)'
 """
 
 from __future__ import annotations
@@ -59,6 +61,13 @@ class Figure:
     @property
     def text(self) -> str:
         """For a terminal."""
+        if self.unit == "s":
+            ends = dict.fromkeys(seconds_text(each) for each in (self.value, self.highest))
+            units = {each.rpartition(" ")[2] for each in ends}
+            if len(units) == 1:
+                shown = " to ".join(each.rpartition(" ")[0] for each in ends)
+                return f"{shown} {units.pop()} ({self.how})"
+            return f"{' to '.join(ends)} ({self.how})"
         shown = _shown(self.value, self.unit)
         if self.most is not None and self.most != self.value:
             shown += f" to {_shown(self.most, self.unit)}"
@@ -67,6 +76,18 @@ class Figure:
     def to_json(self) -> dict[str, Any]:
         """All fields; `most` is the value where the figure is one number."""
         return {**dataclasses.asdict(self), "most": self.highest}
+
+
+def seconds_text(value: float) -> str:
+    """Seconds with four digits at most, in a unit that needs no powers of ten.
+
+    >>> seconds_text(3.8e-05), seconds_text(0.00425), seconds_text(0.25), seconds_text(0.0)
+    ('38 µs', '4.25 ms', '0.25 s', '0 s')
+    """
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        if 0 < value < 100 / factor:
+            return f"{value * factor:.4g} {unit}"
+    return f"{_shown(value, 's')} s"
 
 
 def _shown(value: float, unit: str) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -266,9 +267,26 @@ def built(task: Task, job: Job) -> nn.Module:
     Raises:
         TaskError: `model()` raised or did not return a module.
     """
-    model = build_model(task, job.seed)
+    with _weakly_referenced_moved():
+        model = build_model(task, job.seed)
     divide(model, job.exchange)
     return model.train()
+
+
+@contextlib.contextmanager
+def _weakly_referenced_moved() -> Iterator[None]:
+    """Let `Module.to()` work on parameters without values, as PEFT uses it for each adapter.
+
+    PyTorch swaps these with others, and refuses those that are referenced weakly. Its own mode for
+    tensors without values references the latest ones so, which are the same objects after a swap.
+    """
+    names = vars(torch.utils)  # where `swap_tensors` finds what it asks
+    asked = names["weakref"]
+    names["weakref"] = SimpleNamespace(getweakrefs=lambda _: ())
+    try:
+        yield
+    finally:
+        names["weakref"] = asked
 
 
 def first_microbatch(task: Task, dims: ParallelDims, batch: Any) -> Any:

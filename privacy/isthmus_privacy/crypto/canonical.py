@@ -63,15 +63,18 @@ class Reader:
     """Read position in received bytes."""
 
     def __init__(self, data: bytes | memoryview) -> None:
-        self.data = memoryview(data)
+        # Not a view, whose parts would be copied a second time: a roster has thousands of fields.
+        self.data = bytes(data)
         self.position = 0
 
     def take(self, count: int) -> bytes:
         """Read the next `count` bytes."""
-        if count > len(self.data) - self.position:
+        start = self.position
+        end = start + count
+        if end > len(self.data):
             refusal.refuse("message-truncated", f"a message ends {count} bytes too early")
-        self.position += count
-        return bytes(self.data[self.position - count : self.position])
+        self.position = end
+        return self.data[start:end]
 
     def count(self, maximum: int) -> int:
         """Read a length or number of items of at most `maximum`."""
@@ -135,16 +138,16 @@ FLAG: Field[bool] = Field(lambda value: bytes([value]), lambda reader: _flag(rea
 def items(inner: Field[T], max_items: int = MAX_CLIENTS) -> Field[tuple[T, ...]]:
     """A list of at most `max_items`."""
     return Field(
-        lambda values: _U32.pack(len(values)) + b"".join(inner.write(value) for value in values),
-        lambda reader: tuple(inner.read(reader) for _ in range(reader.count(max_items))),
+        lambda values: _U32.pack(len(values)) + b"".join([inner.write(value) for value in values]),
+        lambda reader: tuple([inner.read(reader) for _ in range(reader.count(max_items))]),
     )
 
 
 def row(*fields: Field[Any]) -> Field[tuple[Any, ...]]:
     """A fixed sequence of fields."""
     return Field(
-        lambda values: b"".join(f.write(v) for f, v in zip(fields, values, strict=True)),
-        lambda reader: tuple(f.read(reader) for f in fields),
+        lambda values: b"".join([f.write(v) for f, v in zip(fields, values, strict=True)]),
+        lambda reader: tuple([f.read(reader) for f in fields]),
     )
 
 
@@ -210,14 +213,13 @@ class Message:
 
     def to_bytes(self) -> bytes:
         """Encode this message; no other encoding is accepted."""
-        return tagged(self.TAG) + b"".join(
-            field.write(getattr(self, name)) for name, field in self.FIELDS.items()
-        )
+        fields = [field.write(getattr(self, name)) for name, field in self.FIELDS.items()]
+        return b"".join([_prefix(self.TAG), *fields])
 
     @classmethod
     def read(cls, reader: Reader) -> Self:
         """Decode a message nested in other fields."""
-        tag = tagged(cls.TAG)
+        tag = _prefix(cls.TAG)
         if reader.take(len(tag)) != tag:
             refusal.refuse(
                 "message-wrong-kind", f"this is not a message {cls.TAG!r} of this protocol version"
@@ -249,8 +251,8 @@ def one_of(*kinds: type[Message]) -> Field[Any]:
     def read(reader: Reader) -> Message:
         start = reader.position
         for kind in kinds[:-1]:
-            tag = tagged(kind.TAG)
-            if bytes(reader.data[start : start + len(tag)]) == tag:
+            tag = _prefix(kind.TAG)
+            if reader.data[start : start + len(tag)] == tag:
                 return kind.read(reader)
         return kinds[-1].read(reader)
 

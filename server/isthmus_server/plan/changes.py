@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from isthmus.job.exchange import Compression
 from isthmus.job.planned import FAKE, Figure, PlannedRanks, RanksQuestion
 from isthmus.task import Task
 from isthmus_server.plan.adapters import adapted_task
+from isthmus_server.plan.changed_durations import Durations
+from isthmus_server.plan.cost import beyond
 from isthmus_server.plan.sides import Sides
 
+OVER_SELECTION = 1.25
+"""Devices that a changed plan invites for each update that is wanted."""
 ADAPTER_RANK = 8
 """Rank of the adapters of a changed plan."""
 
@@ -29,10 +34,27 @@ class ChangedPlan:
     figures: list[Figure] = dataclasses.field(default_factory=list)
     refused: str = ""
     """Why the job cannot be changed so, or the memory of a rank is not known."""
+    notes: Sequence[str] = ()
+    """What is to be known of the figures, clauses: a cost beyond the budget, other devices."""
 
     @classmethod
-    def of(cls, name: str, changes: Mapping[str, Any], sides: Sides) -> ChangedPlan:
-        """Pick the main figures of all sides."""
+    def of(
+        cls,
+        name: str,
+        changes: Mapping[str, Any],
+        sides: Sides,
+        budget: float | None,
+        durations: Sequence[Figure],
+    ) -> ChangedPlan:
+        """Pick the main figures of all sides.
+
+        Args:
+            name: of the change.
+            changes: keys of the job and their values.
+            sides: of the changed job.
+            budget: of the job; None for none.
+            durations: of rounds of the changed job.
+        """
         figures = []
         refused = ""
         ranks = sides.datacenter
@@ -43,9 +65,17 @@ class ChangedPlan:
         if sides.devices is not None:
             down, up = sides.devices.run
             figures += [down, up]
+        figures += durations
         figures += sides.privacy
-        figures += sides.cost[-1:]
-        return cls(name=name, changes=changes, figures=figures, refused=refused)
+        cost = sides.cost[-1:]
+        figures += cost
+        notes = [f"cost: {mark}" for each in cost if (mark := beyond(each, budget))]
+        clients = changes.get("federated.clients")
+        if clients is not None:
+            notes.append(
+                f"with federated.clients={clients}, among whom the task may divide its data anew"
+            )
+        return cls(name=name, changes=changes, figures=figures, refused=refused, notes=notes)
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
@@ -54,11 +84,12 @@ class ChangedPlan:
             "changes": dict(self.changes),
             "figures": [each.to_json() for each in self.figures],
             "refused": self.refused,
+            "notes": list(self.notes),
         }
 
 
 def changed_plans(
-    job: Job, task: Task, base: Path, ranks: int, sides: Sides, *, on_gpus: bool
+    job: Job, task: Task, base: Path, ranks: int, sides: Sides, durations: Durations
 ) -> Iterator[ChangedPlan]:
     """The figures of the job with one thing changed at a time, all by the code of the plan itself.
 
@@ -68,12 +99,19 @@ def changed_plans(
         base: the job file's folder.
         ranks: of the datacenter; 0 for none.
         sides: of the job as it is.
-        on_gpus: whether the ranks are GPUs.
+        durations: of the job as it is, and of changed ones.
     """
-    question = RanksQuestion(on_gpus=on_gpus)
+    options = durations.options
+    question = RanksQuestion(on_gpus=options.on_gpus, traffic=options.gpu is not None)
 
     def planned(
-        name: str, changes: Mapping[str, Any], task: Task, number: int, known: PlannedRanks | None
+        name: str,
+        changes: Mapping[str, Any],
+        task: Task,
+        number: int,
+        known: PlannedRanks | None,
+        *,
+        own_task: bool = True,
     ) -> ChangedPlan:
         """One of them; `known` is the datacenter's part if only devices are changed."""
         try:
@@ -81,15 +119,30 @@ def changed_plans(
             if changed.datacenter != job.datacenter:
                 known = None
             found = Sides.of(changed, task, base, number, question, known=known)
+            found = _with_rate(found, sides)
+            if own_task:
+                took = durations.of_changed(changed, found, job)
+            else:
+                took = durations.of_another_task(changed, found)
         except UserError as error:
             return ChangedPlan(name=name, changes=changes, refused=str(error))
-        return ChangedPlan.of(name, changes, found)
+        return ChangedPlan.of(name, changes, found, job.budget, took)
 
     for name, changes, number in _changes(job, ranks, trains_there=sides.datacenter is not None):
         known = sides.datacenter if number == ranks else None
         yield planned(name, changes, task, number, known)
     adapted = adapted_task(task, ADAPTER_RANK)
-    yield planned(f"adapters of rank {ADAPTER_RANK}, frozen base", {}, adapted, ranks, None)
+    yield planned(
+        f"adapters of rank {ADAPTER_RANK}, frozen base", {}, adapted, ranks, None, own_task=False
+    )
+
+
+def _with_rate(changed: Sides, sides: Sides) -> Sides:
+    """The sides of a changed job with the rate of a rank that was measured for the job."""
+    if changed.datacenter is None or sides.datacenter is None:
+        return changed
+    ranks = dataclasses.replace(changed.datacenter, rate=sides.datacenter.rate)
+    return dataclasses.replace(changed, datacenter=ranks)
 
 
 def _changes(
@@ -105,6 +158,13 @@ def _changes(
         if 0 < federated.clients < cohort:
             changes["federated.clients"] = cohort
         yield name, changes, ranks
+    if federated.mode == "rounds":
+        share = OVER_SELECTION if federated.over_selection == 1 else 1.0
+        changes = {"federated.over_selection": share}
+        invited = math.ceil(share * federated.cohort)
+        if 0 < federated.clients < invited:
+            changes["federated.clients"] = invited
+        yield f"over-selection {share:g}", changes, ranks
     for bits in (2, 3, 4, 8):
         yield from _with_bits(job, ranks, bits)
     if trains_there:

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from isthmus.job.planned import PlannedLayout, PlannedRanks
+from isthmus.job.planned import PlannedLayout, PlannedRanks, seconds_text
+from isthmus_server.plan.step_time import MODEL_ERROR
 
 WHERE_TIME = (
     "the smallest layout need not be the fastest: name the GPU by --gpu to compare their steps"
@@ -20,8 +21,24 @@ COMPUTING_ALONE = (
 """What a rate alone says of layouts."""
 
 
+OWN = " (the job's own)"
+"""Mark of the row with the job's layout."""
+SHORT_STEP = 0.01
+"""Seconds of a step on a GPU below which launches of its kernels may take most of it."""
+LAUNCHES = (
+    "launches of kernels, some microseconds each, are not counted: they take most of a step of a "
+    "small model, so that steps of some milliseconds or less say little"
+)
+"""What the model of named GPUs leaves out of short steps."""
+
+
 class Compares(Protocol):
     """What a plan knows of its layouts."""
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the time of a step is that of a named GPU, with messages."""
+        ...
 
     def fits(self, layout: PlannedLayout) -> bool | None:
         """Whether a layout fits the memory of a rank; None if that is not known."""
@@ -29,6 +46,10 @@ class Compares(Protocol):
 
     def step_seconds(self, ranks: PlannedRanks, layout: PlannedLayout) -> float | None:
         """Seconds of a step; None if they are not known."""
+        ...
+
+    def replicas(self, ranks: PlannedRanks, layout: PlannedLayout) -> tuple[int, int]:
+        """Replicas of the model in a layout, and the examples of a step of all of them."""
         ...
 
 
@@ -43,14 +64,21 @@ class LayoutRow:
     fits: bool | None
     seconds: float | None
     """Time of a step; None if it is not known."""
+    examples: int
+    """Examples of a step, on all ranks."""
+
+    @property
+    def rate(self) -> float:
+        """Examples a second; 0 if that is not known."""
+        return self.examples / self.seconds if self.seconds else 0.0
 
     @property
     def step(self) -> str:
         """The time of a step in words; empty if it is not known."""
         if not self.seconds:
             return ""
-        rate = float(f"{self.layout.examples / self.seconds:.3g}")
-        return f"{self.seconds:.4g} s a step of {self.layout.examples}, {rate:,.10g} examples/s"
+        rate = float(f"{self.rate:.3g}")
+        return f"{seconds_text(self.seconds)} a step of {self.examples}, {rate:,.10g} examples/s"
 
 
 def ordered(plan: Compares, ranks: PlannedRanks) -> list[PlannedLayout]:
@@ -85,12 +113,23 @@ def layout_rows(plan: Compares, ranks: PlannedRanks) -> list[LayoutRow]:
         alike: tuple[object, ...] = (others, tuple(each.memory.items()), took)
         seconds[alike] = took
         groups.setdefault(alike, []).append(each)
-    return [
-        LayoutRow(
-            text=_text(layouts), layout=layouts[0], fits=plan.fits(layouts[0]), seconds=seconds[key]
+    rows = []
+    for key, layouts in groups.items():
+        first = layouts[0]
+        replicas, examples = plan.replicas(ranks, first)
+        text = f"{_text(layouts)}, data_parallel={replicas}"
+        if any(each.keys == ranks.layout.keys for each in layouts):
+            text += OWN
+        rows.append(
+            LayoutRow(
+                text=text,
+                layout=first,
+                fits=plan.fits(first),
+                seconds=seconds[key],
+                examples=examples,
+            )
         )
-        for key, layouts in groups.items()
-    ]
+    return rows
 
 
 def order_of_layouts(rows: Sequence[LayoutRow]) -> str:
@@ -99,16 +138,38 @@ def order_of_layouts(rows: Sequence[LayoutRow]) -> str:
     return "most examples a second first" if timed else "by the peak of a rank"
 
 
-def note_of_layouts(rows: Sequence[LayoutRow], *, has_gpu: bool) -> str:
-    """What a comparison of layouts does not say, a sentence; empty if it says all, or has one row.
+def notes_of_layouts(plan: Compares, ranks: PlannedRanks, rows: Sequence[LayoutRow]) -> list[str]:
+    """What a comparison of layouts does not say, sentences; none if it has one row.
 
     Args:
+        plan: that has the layouts.
+        ranks: of the plan.
         rows: of `layout_rows`.
-        has_gpu: whether the time of a step is that of a named GPU, with messages.
     """
-    if len(rows) < 2 or has_gpu:
-        return ""
-    return COMPUTING_ALONE if any(each.seconds for each in rows) else WHERE_TIME
+    if len(rows) < 2:
+        return []
+    found = []
+    timed = [each for each in rows if each.seconds]
+    if not plan.has_gpu:
+        found.append(COMPUTING_ALONE if timed else WHERE_TIME)
+    examples = [each.examples for each in rows]
+    if min(examples) < max(examples):
+        found.append(
+            f"layouts have {min(examples):,} to {max(examples):,} examples a step, and the job's "
+            f"own {ranks.examples:,}: with datacenter.global_batch={ranks.examples} steps of all "
+            "train as many"
+        )
+    if plan.has_gpu and timed:
+        best = max(each.rate for each in timed)
+        alike = sum(each.rate >= best * (1 - MODEL_ERROR) for each in timed)
+        if alike > 1:
+            found.append(
+                f"the first {alike} rows differ by less than the {MODEL_ERROR:.0%} by which "
+                "published steps were off this model: their order says nothing"
+            )
+        if min(each.seconds or 0.0 for each in timed) < SHORT_STEP:
+            found.append(LAUNCHES)
+    return found
 
 
 def grouped_refusals(layouts: Iterable[PlannedLayout]) -> dict[str, str]:

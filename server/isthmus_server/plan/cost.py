@@ -16,6 +16,8 @@ from isthmus_server.strategy.policy import KINDS, Kind, Observation, Plan, Polic
 from isthmus_server.strategy.round_spec import evaluates
 
 UNIT_OF_PRICE = "of the job's unit of price"
+WITHOUT_FAILED = f"{EXACT}, without failed attempts"
+"""How the price of rounds is obtained: by the job's prices, if none is tried again."""
 _OF_A_BUFFER = "at least, of updates that count; devices that are broken off cost too"
 """How the price of rounds of a buffer is obtained."""
 
@@ -45,9 +47,14 @@ def costs(job: Job, policy: Policy, regimes: Sequence[Kind], model_bytes: int) -
         listed = list(regimes)
     prices = [(kind, _price(job, [kind] * job.rounds, model_bytes)) for kind in listed]
     is_buffered = job.federated.mode == "buffered" and any(kind != "datacenter" for kind in listed)
-    how = _OF_A_BUFFER if is_buffered else EXACT
+    how = _OF_A_BUFFER if is_buffered else WITHOUT_FAILED
     found = [
-        Figure(f"all rounds {kind}", price, UNIT_OF_PRICE, EXACT if kind == "datacenter" else how)
+        Figure(
+            f"all rounds {kind}",
+            price,
+            UNIT_OF_PRICE,
+            WITHOUT_FAILED if kind == "datacenter" else how,
+        )
         for kind, price in prices
     ]
     if len(prices) > 1:
@@ -64,7 +71,21 @@ def costs(job: Job, policy: Policy, regimes: Sequence[Kind], model_bytes: int) -
             price = _price(job, kinds, model_bytes)
             found.insert(0, Figure(own, price, UNIT_OF_PRICE, how))
         found.append(Figure("any mixture", least, UNIT_OF_PRICE, how, most=most))
-    return found
+    return [_within(each, job.budget) for each in found]
+
+
+def beyond(figure: Figure, budget: float | None) -> str:
+    """A clause that a price goes beyond the budget of the job; empty if it does not."""
+    if budget is None or figure.highest <= budget:
+        return ""
+    part = "" if figure.value > budget else "its highest "
+    return f"{part}beyond budget={budget:.15g}, where the run ends earlier"
+
+
+def _within(figure: Figure, budget: float | None) -> Figure:
+    """The figure, with a mark if it goes beyond the budget."""
+    mark = beyond(figure, budget)
+    return dataclasses.replace(figure, how=f"{figure.how}; {mark}") if mark else figure
 
 
 def _can_have(job: Job, kind: Kind) -> bool:

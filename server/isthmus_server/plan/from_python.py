@@ -38,4 +38,5 @@ def plan(
     overrides = {key: value for key, value in given.items() if key not in _OPTIONS}
     with tempfile.TemporaryDirectory(prefix="isthmus-plan-") as made:
         path, changes = job_arguments(job, task, overrides, Path(made))
-        return plan_of(path, changes, options)
+        made_up = task is not None or isinstance(job, Mapping)
+        return plan_of(path, changes, options, made_up=made_up)

@@ -8,7 +8,7 @@ from isthmus.job.planned import FAKE, WHY_NO_SUM, Figure, PlannedLayout, Planned
 from isthmus_server.plan.compared_layouts import (
     grouped_refusals,
     layout_rows,
-    note_of_layouts,
+    notes_of_layouts,
     order_of_layouts,
 )
 from isthmus_server.plan.devices import PlannedDevices
@@ -42,6 +42,7 @@ def lines_of(plan: PlannedJob) -> list[str]:
     found += _named(plan.sides.privacy) or ["  none is promised: the job has no noise"]
     found += ["", "cost"]
     found += _named(plan.sides.cost)
+    found += _named(plan.sides.tokens)
     found += [f"  {WHOLE_PRICE}"] if plan.sides.datacenter is not None else []
     found += [f"  {each}" for each in plan.limits]
     found += ["", "quality"]
@@ -58,6 +59,7 @@ def lines_of(plan: PlannedJob) -> list[str]:
         if each.refused:
             found.append(f"    refused: {each.refused}")
         found += [f"    {figure.name:<24} {short(figure)}" for figure in each.figures]
+        found += [f"    {note}" for note in each.notes]
     return found
 
 
@@ -99,8 +101,7 @@ def _of_layouts(plan: PlannedJob, ranks: PlannedRanks) -> list[str]:
         step = f", {each.step}" if each.step else ""
         found.append(f"    {each.text}: {each.layout.peak:,} bytes{fits}{step}")
     found += [f"    {text}: refused: {why}" for why, text in refused.items()]
-    note = note_of_layouts(rows, has_gpu=plan.options.gpu is not None)
-    return [*found, f"  {note}"] if note else found
+    return found + [f"  {each}" for each in notes_of_layouts(plan, ranks, rows)]
 
 
 def _of_layout(plan: PlannedJob, layout: PlannedLayout) -> list[str]:
@@ -127,11 +128,10 @@ def _of_trials(trials: Trials) -> list[str]:
         "of each policy:"
     ]
     for each in trials.policies:
-        text = each.note if each.forecast is None else each.forecast.text
-        found.append(f"    {each.policy:<13} {text}")
+        found.append(f"    {each.policy:<13} {each.text}")
         if each.forecast is not None and each.note:
             found.append(f"      {each.note}")
-    return found + [f"  {each}" for each in (trials.overlap, trials.steps) if each]
+    return found + [f"  {each}" for each in trials.sentences]
 
 
 def _named(figures: Iterable[Figure]) -> list[str]:

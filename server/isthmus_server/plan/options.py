@@ -204,6 +204,21 @@ class PlanOptions:
                 raise UserError(f"{each.name}={value!r} cannot be planned with: {error}") from None
         return cls(**found)
 
+    @property
+    def words(self) -> list[str]:
+        """The options as words of the command, without those that have their default."""
+        found = []
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if value == each.default:
+                continue
+            found.append(f"--{each.name.replace('_', '-')}")
+            if each.name == "policies":
+                found.append(",".join(value))
+            elif "is_flag" not in each.metadata:
+                found.append(f"{value:.15g}" if isinstance(value, float) else str(value))
+        return found
+
     def check(self) -> None:
         """Refuse options that do not go together.
 

@@ -14,7 +14,7 @@ from isthmus_server.plan.compared_layouts import (
     LayoutRow,
     grouped_refusals,
     layout_rows,
-    note_of_layouts,
+    notes_of_layouts,
     order_of_layouts,
 )
 from isthmus_server.plan.cost import UNIT_OF_PRICE
@@ -25,7 +25,8 @@ from isthmus_server.plan.lines import (
     short,
 )
 from isthmus_server.plan.planned_job import PlannedJob
-from isthmus_server.plan.trials import PolicyTrial, Trials
+from isthmus_server.plan.policy_trial import PolicyTrial, TrialPoint
+from isthmus_server.plan.trials import Trials
 from isthmus_server.read.pages.charts import Line, Point, lines_chart
 from isthmus_server.read.pages.report_page import page
 from isthmus_server.read.pages.templates import digits
@@ -50,25 +51,25 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
     metric = "" if trials is None else trials.metric
     ranks = plan.sides.datacenter
     rows = [] if ranks is None else layout_rows(plan, ranks)
-    note = note_of_layouts(rows, has_gpu=plan.options.gpu is not None)
+    notes = [] if ranks is None else notes_of_layouts(plan, ranks, rows)
     return page(
         "plan",
         f"{plan.job.name}: plan",
         now,
         trained=plan.trained,
         metric=metric,
-        unit=UNIT_OF_PRICE,
         chart=Markup() if trials is None else quality_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
-        notes=[] if trials is None else _sentences(trials.overlap, trials.steps),
+        notes=[] if trials is None else _sentences(*trials.sentences),
         policies=[] if trials is None else [_row(plan, each) for each in trials.policies],
         facts=[(name, _with_mb(value)) for name, value in _facts(plan)],
         layouts=[] if ranks is None else _layouts(ranks, rows),
         order_of_layouts=order_of_layouts(rows),
-        notes_of_layouts=_sentences(note),
+        notes_of_layouts=_sentences(*notes),
         changes=[(each.name, _with_mb(_figures(each))) for each in plan.changes],
         assumptions=list(_assumptions(plan)),
+        command=plan.command,
     )
 
 
@@ -101,7 +102,7 @@ def _forecast_lines(trial: PolicyTrial, kind: str, metric: str, shift: float) ->
     They end at the price with `shift` added.
     """
     forecast = trial.forecast
-    if forecast is None or forecast.reached is None or not any(trial.seeds):
+    if forecast is None or forecast.reached is None or not any(trial.seeds) or trial.to_the_end:
         return
     reached = forecast.reached
     cost = statistics.fmean(forecast.price)
@@ -133,21 +134,27 @@ def _legend(trials: Trials) -> Iterator[tuple[str, str]]:
 def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
     """Policy, rounds, cost, duration, quality in the trial, and at the end."""
     forecast = trial.forecast
-    last = [points[-1].value for points in trial.seeds if points]
-    tried = " and ".join(digits(each) for each in last)
+    tried = _tried([points[-1] for points in trial.seeds if points])
     if forecast is None or forecast.reached is None:
         return (trial.policy, "", "", "", tried, trial.note)
     took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds))
-    reached = forecast.reached
-    end = f"{digits(reached.median)} ({digits(reached.low)} to {digits(reached.high)})"
+    rounds = _range(forecast.rounds)
     return (
         trial.policy,
-        _range(forecast.rounds),
-        _range(forecast.price),
+        f"{rounds} rounds",
+        f"{_range(forecast.price)} units",
         took if any(forecast.seconds) else "not known",
         tried,
-        end,
+        f"{trial.reached}, after round {rounds}",
     )
+
+
+def _tried(last: Sequence[TrialPoint]) -> str:
+    """The last values of the trials, and the rounds after which they were found."""
+    rounds = {each.round for each in last}
+    if len(rounds) == 1:
+        return f"{' and '.join(digits(each.value) for each in last)} after round {rounds.pop()}"
+    return " and ".join(f"{digits(each.value)} after round {each.round}" for each in last)
 
 
 def _range(ends: tuple[float, float]) -> str:
@@ -185,6 +192,7 @@ def _facts(plan: PlannedJob) -> Iterator[tuple[str, str]]:
         yield "privacy", "none is promised: the job has no noise"
     for each in plan.sides.cost:
         yield f"cost, {each.name}", each.text
+    yield from ((f"cost of {each.name}", each.text) for each in plan.sides.tokens)
     if plan.calibration is not None:
         yield from ((each.name, each.text) for each in plan.measured)
         yield from (("the plan's error", each.text) for each in plan.errors)
@@ -208,9 +216,14 @@ def _layouts(ranks: PlannedRanks, rows: Sequence[LayoutRow]) -> list[Sequence[st
 
 
 def _parts(layout: PlannedLayout) -> str:
-    """What the memory of a layout is made of, in MB."""
+    """What the memory of a layout is made of."""
     parts = {name: size for name, size in layout.memory.items() if name != "peak"}
-    return ", ".join(f"{name} {size / 1e6:.4g} MB" for name, size in parts.items())
+    return ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
+
+
+def _size(size: int) -> str:
+    """Bytes, from one MB on in MB."""
+    return f"{size:,} bytes" if size < 1e6 else f"{size / 1e6:.4g} MB"
 
 
 def _with_mb(text: str) -> str:
@@ -235,6 +248,7 @@ def _figures(changed: ChangedPlan) -> str:
     """The figures of a changed plan, or why there are none, in words."""
     parts = [f"{each.name} {short(each)}" for each in changed.figures]
     parts += [f"refused: {changed.refused}"] if changed.refused else []
+    parts += changed.notes
     return "; ".join(parts)
 
 
@@ -268,7 +282,10 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
     yield from _sentences(*plan.limits)
     if ranks is not None:
         yield from _sentences(WHOLE_PRICE)
-    yield "Cost has the prices of the job, if all invited devices take part and no attempt fails."
+    yield (
+        "Cost has the prices of the job, if all invited devices take part; what failed attempts "
+        "cost is not in it."
+    )
 
 
 def _about_ranks(plan: PlannedJob, ranks: PlannedRanks) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,14 +29,25 @@ class JobPlan(PlannedJob):
         return plan_page(self, now)
 
 
-def plan_of(path: Path, overrides: Iterable[str], options: PlanOptions) -> JobPlan:
+def plan_of(
+    path: Path, overrides: Iterable[str], options: PlanOptions, *, made_up: bool = False
+) -> JobPlan:
     """The plan of a job file; see `PlannedJob.of`.
+
+    Args:
+        path: the job file.
+        overrides: changes of its keys, `key=value`.
+        options: what is asked.
+        made_up: whether the file is there for this call only, so that no command can name it.
 
     Raises:
         UserError: the job or its task cannot be used, see `PlannedJob.of`.
     """
+    overrides = list(overrides)
     job = load_job(path, overrides)
     base = path.resolve().parent
     data = job.task.data_in(base)
     task = load_task(job.task.source, job.task.settings, base=base, data=data)
-    return JobPlan.of(job, task, base, options)
+    changes = [word for each in overrides for word in ("--set", each)]
+    words = ["isthmus", "plan", str(path), *changes, *options.words]
+    return JobPlan.of(job, task, base, options, "" if made_up else shlex.join(words))

@@ -8,27 +8,20 @@ from typing import Any, Self
 
 from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
-from isthmus.job.planned import (
-    FAKE,
-    GIVEN,
-    MEASURED,
-    Figure,
-    PlannedLayout,
-    PlannedRanks,
-    RanksQuestion,
-)
+from isthmus.job.planned import FAKE, Figure, PlannedLayout, PlannedRanks, RanksQuestion
 from isthmus.task import Task
 from isthmus_server.plan.calibration import WHICH_RANKS, Calibration, PlanError
+from isthmus_server.plan.changed_durations import Durations
 from isthmus_server.plan.changes import ChangedPlan, changed_plans
-from isthmus_server.plan.compared_layouts import ordered
+from isthmus_server.plan.compared_layouts import LAUNCHES, SHORT_STEP, ordered
 from isthmus_server.plan.cost import possible_regimes
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.sides import Sides
-from isthmus_server.plan.step_time import GpuNodes, assumptions, peak_of, step_time
-from isthmus_server.plan.step_time import figures as figures_of_step
+from isthmus_server.plan.step_figures import step_figures, time_of_step
+from isthmus_server.plan.step_time import assumptions, peak_of, step_time
 from isthmus_server.plan.timed_rounds import TimedRounds
 from isthmus_server.plan.trials import Trials, policies_of
-from isthmus_server.strategy.loading import load_policy
+from isthmus_server.strategy.loading import check_names, load_policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +38,11 @@ class PlannedJob:
     """Federated rounds that were timed; None for a job without devices."""
     trials: Trials | None
     """None without `trial`."""
+    command: str = ""
+    """The command that makes the plan; empty if the job is no file."""
 
     @classmethod
-    def of(cls, job: Job, task: Task, base: Path, options: PlanOptions) -> Self:
+    def of(cls, job: Job, task: Task, base: Path, options: PlanOptions, command: str = "") -> Self:
         """Compute it; nothing is trained but what `measure` and `trial` ask for.
 
         Federated rounds are timed if the job has speeds of devices.
@@ -57,12 +52,14 @@ class PlannedJob:
             task: its task.
             base: the job file's folder.
             options: what is asked.
+            command: that asks it, if the job is a file.
 
         Raises:
             UserError: the job cannot run, in the words of `isthmus job check`; or the options do
                 not fit.
         """
         options.check()
+        check_names(options.policies, "--policies")
         if options.nodes is not None:
             peak_of(options.nodes.gpu, job)
         ranks = job.datacenter.ranks if options.ranks is None else options.ranks
@@ -83,27 +80,31 @@ class PlannedJob:
         sides = Sides.of(job, task, base, ranks, question, options.mbit)
         if sides.datacenter is None:
             _refuse_about_ranks(options, job, ranks)
-        changes = [ChangedPlan.of("as it is", {}, sides)]
-        changes += changed_plans(job, task, base, ranks, sides, on_gpus=options.on_gpus)
         regimes = possible_regimes(job, load_policy(job.strategy), datacenter=bool(ranks))
         timed = None
         if sides.devices is not None:
             parameters = int(sides.devices.memory[0].value)
             mixed = any(kind != "federated" for kind in regimes)
             timed = TimedRounds.of(job, base, parameters, mixed=mixed)
-        trials = None
-        if options.trial is not None:
-            names = options.policies or policies_of(job, regimes, datacenter=bool(ranks))
-            trials = Trials.of(job, base, names, options.trial, ranks, timed)
-        return cls(
+        durations = Durations(base=base, options=options, calibration=calibration, timed=timed)
+        changes = [ChangedPlan.of("as it is", {}, sides, job.budget, durations.of(job, sides))]
+        changes += changed_plans(job, task, base, ranks, sides, durations)
+        found = cls(
             job=job,
             options=options,
             sides=sides,
             changes=changes,
             calibration=calibration,
             timed=timed,
-            trials=trials,
+            trials=None,
+            command=command,
         )
+        if options.trial is None:
+            return found
+        names = options.policies or policies_of(job, regimes, datacenter=bool(ranks))
+        step = found.time_of_step
+        trials = Trials.of(job, base, names, options.trial, ranks, timed, step)
+        return dataclasses.replace(found, trials=trials)
 
     @property
     def trained(self) -> str:
@@ -132,44 +133,19 @@ class PlannedJob:
 
     # -- the datacenter ----------------------------------------------------------------------------
 
+    @property
+    def time_of_step(self) -> float | None:
+        """Seconds of a step, in the middle of what they can be; None if they are not known."""
+        if self.sides.datacenter is None:
+            return None
+        return time_of_step(self.step(self.sides.datacenter))
+
     def step(self, ranks: PlannedRanks) -> list[Figure]:
         """Operations of a step, the rate, and the seconds of a step, a round and the run.
 
         Without a rate or a measured step there are operations only.
         """
-        found = []
-        if ranks.operations is not None:
-            found.append(Figure("operations of a step", ranks.operations, "FLOP", FAKE))
-        by_option = self.options.tflops is not None or self.options.gpu is not None
-        is_given = ranks.rate is not None or by_option
-        if self.calibration is not None and not is_given:
-            measured = self.calibration.step_seconds(self.job, ranks.ranks)
-            if measured is not None:
-                how = self.calibration.how
-                return found + self._times(measured.low, measured.high, how)
-        if self.options.nodes is not None:
-            return found + self._modelled(ranks, self.options.nodes)
-        rate = ranks.rate
-        obtained = MEASURED
-        how = f"rate {MEASURED}, of one rank on its processors; without messages between ranks"
-        if self.options.tflops is not None:
-            rate = self.options.tflops * 1e12
-            obtained = GIVEN
-            how = f"rate {GIVEN} by --tflops; without messages between ranks"
-        if rate is None or ranks.operations is None:
-            return found
-        seconds = ranks.operations / rate
-        found.append(Figure("rate", rate, "FLOP/s", obtained))
-        return found + self._times(seconds, seconds, how)
-
-    def _modelled(self, ranks: PlannedRanks, nodes: GpuNodes) -> list[Figure]:
-        """Parts of a step on named GPUs, and the seconds of a step, a round and the run."""
-        step = step_time(self.job, ranks, nodes, self.options.peak_share)
-        if step is None:
-            return []
-        how = f"model of --gpu {self.options.gpu}"
-        parts = figures_of_step(step, how)
-        return parts + self._times(step.seconds, step.seconds, how)
+        return step_figures(self.job, ranks, self.options, self.calibration)
 
     def step_seconds(self, ranks: PlannedRanks, layout: PlannedLayout) -> float | None:
         """Seconds of a step in a layout that is compared, by what those of the job's own are.
@@ -198,7 +174,20 @@ class PlannedJob:
         nodes = self.options.nodes
         if nodes is None:
             return []
-        return assumptions(self.job, nodes, self.options.peak_share)
+        found = assumptions(self.job, nodes, self.options.peak_share)
+        step = self.time_of_step
+        return [*found, LAUNCHES] if step is not None and step < SHORT_STEP else found
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the time of a step is that of a named GPU, with messages."""
+        return self.options.gpu is not None
+
+    def replicas(self, ranks: PlannedRanks, layout: PlannedLayout) -> tuple[int, int]:
+        """Replicas of the model in a layout that is compared, and the examples of a step of all."""
+        section = with_changes(self.job, layout.changes(ranks.ranks)).datacenter
+        replicas = section.replicas(ranks.ranks)
+        return replicas, replicas * section.for_replicas(replicas).batch_size
 
     def goodput(self, ranks: PlannedRanks) -> list[Figure]:
         """How much of the time trains, where ranks fail; nothing if nothing is said of failures."""
@@ -214,17 +203,6 @@ class PlannedJob:
             steps = self.job.datacenter.checkpoint_steps or self.job.datacenter.steps
             interval = min(steps, self.job.datacenter.steps) * step.highest
         return failures.figures(interval, None if run is None else run.highest)
-
-    def _times(self, least: float, most: float, how: str) -> list[Figure]:
-        """Seconds of a step, a round and the run, by those of a step."""
-        steps = self.job.datacenter.steps
-        every = self.job.rounds * steps
-        of_run = f"if each round is the datacenter's; {how}"
-        return [
-            Figure("time of a step", least, "s", how, most=most),
-            Figure("time of a round", steps * least, "s", how, most=steps * most),
-            Figure("time of the run", every * least, "s", of_run, most=every * most),
-        ]
 
     def fits(self, layout: PlannedLayout) -> bool | None:
         """Whether a layout fits the memory that was given; None if that is not known."""
@@ -293,10 +271,12 @@ class PlannedJob:
         return {
             "job": self.job.name,
             "rounds": self.job.rounds,
+            "command": self.command,
             "datacenter": None if ranks is None else self._ranks_json(ranks),
             "devices": None if devices is None else devices.to_json() | self._timed_json(),
             "privacy": [each.to_json() for each in self.sides.privacy],
             "cost": [each.to_json() for each in self.sides.cost],
+            "tokens": [each.to_json() for each in self.sides.tokens],
             "limits": self.limits,
             "quality": None if self.trials is None else self.trials.to_json(),
             "calibration": calibration,

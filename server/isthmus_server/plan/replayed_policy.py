@@ -14,7 +14,7 @@ import numpy as np
 
 from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
-from isthmus_server.plan.round_log import kind_of
+from isthmus_server.plan.round_log import kept_mode, kind_of
 from isthmus_server.strategy.answer_checks import checked_answer
 from isthmus_server.strategy.forecast import planned_price
 from isthmus_server.strategy.learning_curves import LEAST_EVALUATED, LearningCurves, Values
@@ -145,8 +145,8 @@ def replays(
         shown: the metric that is asked for.
 
     Returns:
-        What it did, once or for some members of the sample; the metric at the end by member; and
-        its doubt, see `LearningCurves.doubt`.
+        What it did, once or for some members of the sample; the metric of the delivered model by
+        member; and its doubt, see `LearningCurves.doubt`.
 
     Raises:
         CannotBeKnown: with the reason.
@@ -172,9 +172,24 @@ def replays(
         done.append(replay)
         # Members up to the next one that is followed do the same.
         alike = slice(member, member + stride)
-        ends.append(curves[shown].after(replay.kinds)[alike, -1])
+        ends.append(delivered_of(job, shown, curves[shown].after(replay.kinds)[alike]))
         doubt.append(curves[shown].doubt(replay.kinds)[alike])
     return done, np.concatenate(ends), np.concatenate(doubt)
+
+
+def delivered_of(job: Job, shown: str, path: Values) -> Values:
+    """The metric of the model that a run delivers: the last one, or the best.
+
+    Args:
+        job: of the run.
+        shown: the metric.
+        path: it after each round; one row for each member of a sample.
+    """
+    mode = kept_mode(job, shown)
+    if mode is None:
+        return path[:, -1]
+    found: Values = path.max(axis=1) if mode == "max" else path.min(axis=1)
+    return found
 
 
 def _ends_by_metric(job: Job) -> bool:

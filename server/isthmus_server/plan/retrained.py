@@ -193,12 +193,11 @@ def _alternative(
 
 def _trained(log: RoundLog, metric: str) -> Trained | None:
     """What a simulated run has reached; None if no round was evaluated."""
-    values = [each.record.metrics.get(metric, math.nan) for each in log.rounds]
-    known = [each for each in values if math.isfinite(each)]
-    if not known:
+    value = log.delivered(metric)
+    if value is None:
         return None
     return Trained(
-        value=known[-1],
+        value=value,
         rounds=len(log.rounds),
         price=log.spent,
         seconds=sum(each.record.seconds for each in log.rounds),

@@ -7,13 +7,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Literal, Self
 
 from isthmus.job import Job
 from isthmus.task.definition import PUBLIC
 from isthmus_server.storage.records import PlannedAttempt, RoundRecord
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.learning_curves import RunPiece
+from isthmus_server.strategy.observation import best_round
 from isthmus_server.strategy.policy import CURRENT, INITIAL, Comparison, Observation, Plan
 
 
@@ -135,6 +136,20 @@ class RoundLog:
                 found.append(RunPiece(kinds[first + 1 :], values[first + 1 :], values[first]))
         return found
 
+    def delivered(self, metric: str) -> float | None:
+        """A metric of the model that the run delivers: of its last evaluated round, or the best.
+
+        None if no round has it.
+        """
+        history = [each.record.as_past_round() for each in self.rounds]
+        keep = self.job.evaluation.keep_best
+        if keep is not None and self.job.evaluation.deliver == "best":
+            best = best_round([each for each in history if keep.name in each.metrics], keep)
+            if best is not None and math.isfinite(best.metrics.get(metric, math.nan)):
+                return best.metrics[metric]
+        values = [each.metrics.get(metric, math.nan) for each in history]
+        return next((each for each in reversed(values) if math.isfinite(each)), None)
+
     def comparisons(self) -> list[tuple[int, Comparison]]:
         """Comparisons of models on devices that have a result, with the round."""
         return [
@@ -143,6 +158,14 @@ class RoundLog:
             for comparison in each.record.comparisons
             if comparison.result is not None
         ]
+
+
+def kept_mode(job: Job, metric: str) -> Literal["max", "min"] | None:
+    """How the delivered model is the best by a metric; None if it is not chosen by this one."""
+    keep = job.evaluation.keep_best
+    if keep is None or job.evaluation.deliver == "last" or keep.name != metric:
+        return None
+    return keep.mode
 
 
 def shown_metric(job: Job, names: Sequence[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from isthmus_server.plan.cost import costs, possible_regimes
 from isthmus_server.plan.devices import PlannedDevices
 from isthmus_server.plan.model_parts import ModelParts
 from isthmus_server.plan.privacy import epsilons
+from isthmus_server.plan.token_prices import TokenQuestion
 
 PlanRanks = Callable[[Job, Task, Path, int, RanksQuestion], PlannedRanks]
 
@@ -33,6 +35,12 @@ class Sides:
     """None for a job without rounds of devices."""
     privacy: list[Figure]
     cost: list[Figure]
+    token_question: TokenQuestion
+
+    @functools.cached_property
+    def tokens(self) -> list[Figure]:
+        """What a token costs; data are read when it is asked for, once."""
+        return self.token_question.prices()
 
     @classmethod
     def of(
@@ -91,6 +99,12 @@ class Sides:
             devices=devices,
             privacy=epsilons(job),
             cost=costs(job, policy, regimes, layout.nbytes),
+            token_question=TokenQuestion(
+                job,
+                task,
+                examples_of_step=0 if datacenter is None else datacenter.examples,
+                on_devices=on_devices,
+            ),
         )
 
 

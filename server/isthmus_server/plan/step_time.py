@@ -33,6 +33,8 @@ PEAK_SHARES = {"bf16": 0.4, "fp32": 0.4, "fp8": 0.3}
 They were chosen for steps of an 8B model with compiled blocks that torchtitan has published: of
 bfloat16 on H100, and of float8 on H100 and H200. Only the linear layers multiply in float8, and its
 share is of all operations. The share of float32 is taken from bfloat16."""
+MODEL_ERROR = 0.2
+"""Largest error of the model in steps that others have published (docs/measurements.md)."""
 LINK_SHARE = 0.8
 """Assumed share of a link's rate that large messages reach."""
 NODE_LATENCY = 3e-6

@@ -65,7 +65,16 @@ class TimedRounds:
     """What the durations are of, a sentence; empty if nothing was timed."""
 
     @classmethod
-    def of(cls, job: Job, base: Path, model_bytes: int, *, mixed: bool) -> Self:
+    def of(
+        cls,
+        job: Job,
+        base: Path,
+        model_bytes: int,
+        *,
+        mixed: bool,
+        most: int | None = None,
+        real_seconds: float | None = None,
+    ) -> Self:
         """Time federated rounds of a job.
 
         Args:
@@ -73,7 +82,11 @@ class TimedRounds:
             base: the job file's folder.
             model_bytes: of the parameters and buffers of its model.
             mixed: whether it can have rounds of other regimes.
+            most: rounds that are timed; None for `ROUNDS`.
+            real_seconds: after which no further round begins; None for `REAL_SECONDS`.
         """
+        most = ROUNDS if most is None else most
+        real_seconds = REAL_SECONDS if real_seconds is None else real_seconds
         section = job.simulation
         if not section.step_seconds and section.up_mbit is None and section.down_mbit is None:
             return cls(unknown=WHERE_SPEED)
@@ -91,13 +104,19 @@ class TimedRounds:
             time_rounds: TimeRounds = load_provided(PLANS, "timing", "the durations of a plan")
             with tempfile.TemporaryDirectory(prefix="isthmus-timed-") as scratch:
                 directory = Path(scratch) / "run"
-                time_rounds(job, base, directory, ROUNDS, REAL_SECONDS)
+                time_rounds(job, base, directory, most, real_seconds)
                 rounds = log_in(directory).rounds
         except UserError as error:
             return cls(unknown=f"duration of a round is not known: {error}")
         ends = [each.record.elapsed for each in rounds]
         seconds = [end - start for start, end in itertools.pairwise([0.0, *ends])]
-        note = "durations of rounds are at the speeds of [simulation]"
+        count = "one round was timed" if len(rounds) == 1 else f"{len(rounds)} rounds were timed"
+        if len(rounds) < most and len(rounds) != job.rounds:  # of some jobs all rounds are timed
+            count += f", as many as began within {real_seconds:g} seconds on this machine"
+        note = (
+            f"durations of rounds are at the speeds of [simulation], of the one fleet that seed="
+            f"{job.seed} draws from them: another seed has other devices; {count}"
+        )
         if job.evaluation.devices:
             note += ", and without the evaluation on devices"
         return cls(

@@ -41,7 +41,7 @@ class Trained:
     """What a policy has reached in simulation."""
 
     value: float
-    """The last of the metric."""
+    """The metric of the delivered model."""
     rounds: int
     price: float
     seconds: float
@@ -61,7 +61,7 @@ class Alternative:
 
     policy: str
     reached: Interval | None = None
-    """Forecast of the metric at the end of the job; None if it cannot be known."""
+    """Forecast of the metric of the delivered model; None if it cannot be known."""
     rounds: tuple[int, int] = (0, 0)
     """Fewest and most rounds."""
     price: tuple[float, float] = (0.0, 0.0)
@@ -99,8 +99,12 @@ class Alternative:
             return f"{self.trained.text}; {self._said_before}"
         if self.reached is None:
             return f"cannot be known: {self.unknown}"
+        return f"{_interval(self.reached)}, {self.course}"
+
+    @property
+    def course(self) -> str:
+        """Rounds, cost and time of it."""
         return (
-            f"{_interval(self.reached)}, "
             f"{_range(self.rounds)} rounds, cost {_range(self.price)}, "
             f"{time_in_words(*self.seconds)}"
         )
@@ -127,7 +131,7 @@ class WhatIf:
     """Name of the run's policy."""
     metric: str
     value: float
-    """The last that the run reached."""
+    """The metric of the delivered model; while the run goes on, of what it would deliver now."""
     rounds: int
     """Number of committed rounds."""
     price: float
@@ -163,12 +167,14 @@ class WhatIf:
             )
         curves = curves_of([log], [shown, _LOSS] if _LOSS in names else [shown])
         facts = facts_of([log], shown)
-        values = [each.record.metrics.get(shown, math.nan) for each in log.rounds]
+        value = log.delivered(shown)
+        if value is None:
+            raise UserError(f"no round of the run {log.run_id} has a finite {shown}")
         return cls(
             run_id=log.run_id,
             policy=log.job.strategy.policy,
             metric=shown,
-            value=[each for each in values if math.isfinite(each)][-1],
+            value=value,
             rounds=len(log.rounds),
             price=log.spent,
             alternatives=[

@@ -259,9 +259,13 @@ class LearningCurves:
         noisy = values + deviation * np.random.default_rng(1).standard_normal(len(values))
         tail = (1 - COVERED) / 2
         low, median, high = np.quantile(noisy, [tail, 0.5, 1 - tail])
-        low = max(median - WIDENING * (median - low), self._low * self._scale)
-        high = min(median + WIDENING * (high - median), self._high * self._scale)
-        return Interval(float(low), float(np.clip(median, low, high)), float(high))
+        return self.widened(Interval(float(low), float(median), float(high)), WIDENING)
+
+    def widened(self, found: Interval, factor: float) -> Interval:
+        """An interval with ends so many times as far from its median, within what is possible."""
+        low = max(found.median - factor * (found.median - found.low), self._low * self._scale)
+        high = min(found.median + factor * (found.high - found.median), self._high * self._scale)
+        return Interval(low, min(max(found.median, low), high), high)
 
     # -- the model, in units of the scale ----------------------------------------------------------
 

@@ -6,6 +6,7 @@ that it uses: a job in which one of them cannot exist is then refused before it 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -60,6 +61,27 @@ def state_in_words(policy: str, state: Mapping[str, Any]) -> list[str]:
         sentences: list[str] = describe(state)
         return sentences
     return [", ".join(f"{name}={value}" for name, value in sorted(state.items()))]
+
+
+def check_names(names: Iterable[str], option: str) -> None:
+    """Refuse names that no policy has, built in or of an installed package.
+
+    Args:
+        names: of policies; `module:Name` is one of the user's own.
+        option: that has the names, for the sentence.
+
+    Raises:
+        UserError: with the first such name, and those that are the most like it.
+    """
+    known = sorted({*BUILT_IN, *provided(ENTRY_POINTS)})
+    for name in names:
+        if name in known or ":" in name:
+            continue
+        nearest = difflib.get_close_matches(name, known, cutoff=0.5)
+        meant = (
+            f"did you mean {' or '.join(nearest)}" if nearest else "there are " + ", ".join(known)
+        )
+        raise UserError(f"{option} names {name!r}, which is no policy; {meant}")
 
 
 def check_participants(

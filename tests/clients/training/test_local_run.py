@@ -1,5 +1,7 @@
 """Local training of a run on one device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from isthmus_clients.training.local_run import DeviceRun
 
 from .conftest import Progress, build_start, train
 
+STATISTICS_ALONE = ("statistics.collect=true", "federated.secure_aggregation=true")
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 
 
@@ -343,6 +346,19 @@ def test_with_secure_aggregation_a_loss_of_nan_does_not_end_training_early(open_
     with pytest.raises(TaskError, match="is nan at step 1"):
         train(run)
     assert run.task.steps == (5 if secure else 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "imported"), [((), ["torch._dynamo"]), (STATISTICS_ALONE, [])]
+)
+def test_what_the_first_optimizer_imports_is_there_when_a_run_is_open(
+    open_run, monkeypatch, overrides, imported
+):
+    names = []
+    importing = SimpleNamespace(import_module=names.append)
+    monkeypatch.setattr("isthmus_clients.training.local_run.importlib", importing)
+    open_run(*overrides)
+    assert names == imported
 
 
 def test_gradients_are_clipped_to_a_norm(open_run):

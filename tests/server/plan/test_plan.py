@@ -260,6 +260,12 @@ def test_values_from_python_are_checked_as_those_of_the_command(options, sentenc
         isthmus.plan(job_file, **options)
 
 
+def test_options_are_the_words_of_their_command():
+    given = PlanOptions(layouts=True, memory_gib=0.5, trial=3, policies=("a", "b"))
+    words = "--layouts --memory-gib 0.5 --trial 3 --policies a,b"
+    assert given.words == words.split()
+
+
 def test_policies_from_python_are_names(job_file):
     assert PlanOptions.of_values({"policies": "federated"}).policies == ("federated",)
     assert PlanOptions.of_values({"policies": ["a", "b"]}).policies == ("a", "b")
@@ -280,6 +286,15 @@ def test_python_and_the_command_say_the_same(job_file):
     table = json.loads(found.output)
     assert isthmus.plan(job_file, ranks=2, mbit=5, rounds=3).to_json() == table
     assert table["rounds"] == 3
+    made = f"isthmus plan {job_file} --set rounds=3 --ranks 2 --mbit 5"
+    assert table["command"] == made
+    assert (
+        f"Made by <code>{made}</code>" in isthmus.plan(job_file, ranks=2, mbit=5, rounds=3).html()
+    )
+    source = f"{job_file.parent / 'task.py'}:Learn"
+    alone = isthmus.plan({"task": {"source": source}})
+    assert alone.command == ""
+    assert "Made by" not in alone.html()
     text = CliRunner().invoke(plan_command, arguments[:1], catch_exceptions=False).output
     assert text.startswith("table: 10 rounds; nothing was trained or booked\n")
 
@@ -353,6 +368,27 @@ def test_any_mixture_is_of_all_regimes_that_the_job_can_have(job_file):
     assert found["the job's policy, alternate"].most is None
 
 
+def test_costs_say_what_they_leave_out_and_what_goes_beyond_the_budget(job_file):
+    plan = plan_of(job_file, (*FEDERATED, "budget=39"), PlanOptions())
+    (cost,) = plan.sides.cost
+    said = "exact, without failed attempts; beyond budget=39, where the run ends earlier"
+    assert (cost.value, cost.how) == (40, said)
+    rows = {each.name: each for each in plan.changes}
+    note = "cost: beyond budget=39, where the run ends earlier"
+    assert rows["as it is"].notes == rows["adapters of rank 8, frozen base"].notes == [note]
+    others = "with federated.clients=8, among whom the task may divide its data anew"
+    assert rows["cohort x 2"].notes == [note, others]
+    assert {f"    {note}", f"    {others}"} <= set(plan.lines())
+    assert f"{note}; {others}" in plan.html()
+    rich = plan_of(job_file, (*FEDERATED, "budget=40"), PlanOptions())
+    assert rich.sides.cost[0].how == "exact, without failed attempts"
+    assert not rich.changes[0].notes
+    mixed = plan_of(job_file, (*RANKS, "strategy.policy=alternate", "budget=44"), PlanOptions())
+    assert figures(mixed.sides.cost)["any mixture"].how.endswith(
+        "its highest beyond budget=44, where the run ends earlier"
+    )
+
+
 def test_a_step_has_one_price_for_all_ranks(job_file):
     said = "price of a datacenter's step is of all its ranks together"
     plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), PlanOptions())
@@ -371,7 +407,8 @@ def test_the_page_has_large_sizes_in_mb_and_the_parts_of_layouts(job_file):
     for each in plan.sides.datacenter.others:
         if not each.refused:
             assert f"{each.peak:,} bytes, {each.peak / 1e6:.4g} MB" in page
-            assert f"optimizer {each.memory['optimizer'] / 1e6:.4g} MB" in page
+            assert f"parameters {each.memory['parameters'] / 1e6:.4g} MB" in page
+            assert "optimizer 0 bytes" in page
 
 
 def test_the_plan_says_why_the_peak_is_no_sum(job_file):

@@ -1,5 +1,7 @@
 """`isthmus plan --gpu`: the model of a step, by hand and by figures that others have published."""
 
+import dataclasses
+
 import pytest
 from click.testing import CliRunner
 
@@ -7,7 +9,7 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.planned import PlannedLayout, PlannedRanks, RankTraffic
 from isthmus_server.cli.plan import plan as plan_command
-from isthmus_server.plan.compared_layouts import layout_rows
+from isthmus_server.plan.compared_layouts import WHERE_TIME, layout_rows, notes_of_layouts
 from isthmus_server.plan.gpus import GPUS
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.plan import plan_of
@@ -185,6 +187,22 @@ def test_the_parts_of_a_step_are_said_with_what_is_assumed(job_file):
     assert "Time of a step: H100" in page
 
 
+def test_changed_plans_have_the_time_of_their_rounds(job_file):
+    def round_of(found):
+        (round_,) = (
+            each for each in found if each.name in ("a datacenter round", "time of a round")
+        )
+        return round_.value
+
+    plan = plan_of(job_file, (), PlanOptions(gpu="h100"))
+    rows = {each.name: each.figures for each in plan.changes}
+    assert round_of(rows["as it is"]) == round_of(plan.step(plan.sides.datacenter))
+    more = plan_of(job_file, ("datacenter.ranks=8",), PlanOptions(gpu="h100"))
+    expected = round_of(more.step(more.sides.datacenter))
+    assert round_of(rows["ranks x 2"]) == expected != round_of(rows["as it is"])
+    assert "a datacenter round" not in str(plan_of(job_file, (), PlanOptions()).changes)
+
+
 def test_accumulated_parts_send_what_they_send(job_file):
     def messages(*overrides):
         plan = plan_of(job_file, ("datacenter.zero_stage=3", *overrides), PlanOptions(gpu="h100"))
@@ -241,6 +259,32 @@ def test_layouts_are_compared_by_the_time_of_their_steps(job_file):
     assert whole.step in plan.html()
     stored = plan.to_json()["datacenter"]["layouts"]
     assert stored[0]["step_seconds"] == rows[0].seconds
+
+
+def test_a_comparison_of_layouts_says_what_it_is_and_what_it_is_not(job_file):
+    plan = plan_of(job_file, (), PlanOptions(gpu="h100", layouts=True))
+    ranks = plan.sides.datacenter
+    rows = layout_rows(plan, ranks)
+    (own,) = (each for each in rows if each.text.endswith(" (the job's own)"))
+    assert own.examples == ranks.examples == 16
+    for each in rows:
+        replicas = each.examples // 4
+        assert f", data_parallel={replicas}" in each.text
+    batch, alike, launches = notes_of_layouts(plan, ranks, rows)
+    assert batch.startswith("layouts have 4 to 16 examples a step, and the job's own 16: with ")
+    close = sum(each.rate >= 0.8 * max(row.rate for row in rows) for each in rows)
+    assert alike.startswith(f"the first {close} rows differ by less than the 20% by which")
+    assert launches in plan.assumptions
+    for note in (batch, alike, launches):
+        assert f"  {note}" in plan.lines()
+        assert f"{note[0].upper()}{note[1:]}.".replace("'", "&#39;") in plan.html()
+    slow = [dataclasses.replace(each, seconds=n + 1.0) for n, each in enumerate(rows)]
+    apart = [dataclasses.replace(each, examples=16 >> n) for n, each in enumerate(slow)]
+    assert len(notes_of_layouts(plan, ranks, apart)) == 1
+    same = plan_of(job_file, ("datacenter.global_batch=16",), PlanOptions(layouts=True))
+    ranks = same.sides.datacenter
+    (note,) = notes_of_layouts(same, ranks, layout_rows(same, ranks))
+    assert note == WHERE_TIME
 
 
 def test_layouts_without_a_time_are_by_their_peak_and_it_is_said(job_file):

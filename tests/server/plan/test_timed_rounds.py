@@ -95,11 +95,38 @@ def test_lines_json_and_page_have_the_same_figures(job_file):
     devices = json.loads(done.output)["devices"]
     plan = planned(job_file)  # with the same draws
     assert devices["duration"] == [each.to_json() for each in plan.timed.figures]
-    assert devices["duration_note"] == "durations of rounds are at the speeds of [simulation]"
+    assert devices["duration_note"] == (
+        "durations of rounds are at the speeds of [simulation], of the one fleet that seed=0 draws "
+        "from them: another seed has other devices; 6 rounds were timed"
+    )
     median = durations(plan)["median of a round"].text
     assert f"  duration   median of a round: {median}" in plan.lines()
     assert median in plan.html()
-    assert "Durations of rounds are at the speeds of [simulation]." in plan.html()
+    assert "Durations of rounds are at the speeds of [simulation], of the one fleet" in plan.html()
+
+
+def test_how_many_rounds_were_timed_is_said(job_file, monkeypatch):
+    monkeypatch.setattr(timed_rounds, "REAL_SECONDS", 0.0)
+    note = planned(job_file).timed.note
+    assert note.endswith("; one round was timed, as many as began within 0 seconds on this machine")
+
+
+@pytest.mark.usefixtures("many")
+def test_what_would_change_durations_is_said(job_file):
+    plan = planned(job_file)
+    rows = {each.name: {f.name: f for f in each.figures} for each in plan.changes}
+    took = {
+        name: row["a federated round"].value
+        for name, row in rows.items()
+        if "a federated round" in row
+    }
+    assert took["as it is"] == plan.timed.mean
+    assert took["cohort x 2"] != took["as it is"]
+    # Without devices to spare, the slowest has to come.
+    assert took["over-selection 1"] > took["as it is"]
+    # Without rates of links, the bytes of updates take no time.
+    assert took["updates of 4 bits"] == took["as it is"]
+    assert "a federated round" not in rows["adapters of rank 8, frozen base"]
 
 
 @pytest.mark.parametrize(

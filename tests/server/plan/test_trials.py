@@ -5,17 +5,23 @@ import json
 import re
 import subprocess
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.machine import CHROMIUM, CHROMIUM_OPTIONS, needs_chromium
+from tests.server.plan.trained_runs import log_of
 from tests.server.read.report.test_html_report import Page
 
 import isthmus
 from isthmus.errors import UserError
+from isthmus.job import with_changes
 from isthmus_server.cli.plan import plan as plan_command
+from isthmus_server.plan import trials
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.plan import plan_of
-from isthmus_server.plan.what_if import Trained
+from isthmus_server.plan.replayed_policy import delivered_of
+from isthmus_server.plan.trial_sentences import unequal_of
+from isthmus_server.plan.what_if import Trained, curves_of, facts_of
 from isthmus_server.strategy.learning_curves import Interval
 from isthmus_simulation.trial import train_trial
 
@@ -77,6 +83,18 @@ def test_each_policy_has_a_forecast_of_the_end_with_its_cost(planned):
     assert tried["datacenter"].forecast.price == (24.0, 24.0)
 
 
+def test_a_mixture_has_a_longer_interval_than_its_curves(monkeypatch, trained):
+    logs = [log_of(trained("alternate", rounds=12))]
+    cut = [dataclasses.replace(logs[0], rounds=logs[0].rounds[:8])]
+    parts = ("alternate", cut, facts_of(cut, "accuracy"), curves_of(cut, ["accuracy"]))
+    found = trials._forecast(logs[0].job, *parts, "accuracy", 8).forecast.reached
+    monkeypatch.setattr(trials, "MIXED", 1)
+    before = trials._forecast(logs[0].job, *parts, "accuracy", 8).forecast.reached
+    assert found.median == before.median
+    assert found.median - found.low == pytest.approx(4 / 3 * (before.median - before.low))
+    assert found.high == min(1.0, found.median + 4 / 3 * (before.high - before.median))
+
+
 def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planned):
     plan, page = planned
     parsed = Page(page)
@@ -86,7 +104,9 @@ def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planne
     by_policy = {name: cells for name, cells in rows if name in ("federated", "hybrid")}
     reached = {each.policy: each.forecast for each in plan.trials.policies}
     assert f"{reached['federated'].reached.median:.4g}" in by_policy["federated"]
-    assert "<td>40</td>" in by_policy["federated"]
+    assert "<td>10 rounds</td><td>40 units</td><td>not known</td>" in by_policy["federated"]
+    assert "after round 6</td>" in by_policy["federated"]
+    assert by_policy["federated"].endswith(", after round 10</td>")
     assert "peak of a rank" in parsed.text
     assert "Layouts of the ranks" in parsed.text
     assert "What would change it" in parsed.text
@@ -116,6 +136,13 @@ def test_policies_that_the_intervals_do_not_tell_apart_are_named(planned):
     assert dataclasses.replace(plan.trials, policies=apart).overlap == ""
 
 
+def test_a_forecast_follows_from_its_own_trials_alone(job_file):
+    alone = plan_of(job_file, ("rounds=6",), PlanOptions(trial=3, policies=("federated",)))
+    among = PlanOptions(trial=3, policies=("datacenter", "federated"))
+    both = plan_of(job_file, ("rounds=6",), among)
+    assert both.trials.policies[1] == alone.trials.policies[0]
+
+
 def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
     options = PlanOptions(trial=4, policies=("alternate", "federated"))
     plan = plan_of(job_file, (), options)
@@ -132,7 +159,13 @@ def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
     assert "too few rounds of each regime" in short.note
     # If the trial is the whole job, nothing is left to forecast.
     whole = plan_of(job_file, ("rounds=4",), options)
-    assert whole.trials.policies[0].forecast.reached is not None
+    for each in whole.trials.policies:
+        assert each.to_the_end
+        ends = [points[-1].value for points in each.seeds]
+        assert (each.forecast.reached.low, each.forecast.reached.high) == (min(ends), max(ends))
+        assert "simulated to the end with 2 seeds" in each.reached
+        assert f"    {each.policy:<13} {each.reached}, 4 rounds, cost " in "\n".join(whole.lines())
+        assert each.reached in whole.html()
 
 
 def test_steps_of_the_one_rank_of_a_trial_are_said(planned, job_file):
@@ -150,6 +183,7 @@ def test_a_time_of_nothing_is_not_known(job_file):
     plan = plan_of(job_file, (), PlanOptions(trial=3, policies=("federated",)))
     (tried,) = plan.trials.policies
     assert tried.forecast.seconds == (0.0, 0.0)
+    assert tried.to_json()["forecast"]["seconds"] is None
     assert tried.forecast.text.endswith(", time not known")
     assert Trained(value=0.5, rounds=3, price=1.0, seconds=0.0).text.endswith(", time not known")
 
@@ -167,13 +201,25 @@ def test_a_page_without_a_trial_says_what_its_chart_needs(job_file, tmp_path):
 
 
 def test_a_policy_that_cannot_be_used_is_named_and_the_others_are_tried(job_file):
-    options = PlanOptions(trial=3, policies=("federated", "nothing"))
+    options = PlanOptions(trial=3, policies=("federated", "schedule"))
     plan = plan_of(job_file, ("rounds=4",), options)
     by_policy = {each.policy: each for each in plan.trials.policies}
-    assert by_policy["nothing"].forecast is None
-    assert "strategy.policy='nothing' is unknown" in by_policy["nothing"].note
+    assert by_policy["schedule"].forecast is None
+    assert "there are no phases to follow" in by_policy["schedule"].note
     assert by_policy["federated"].forecast.reached is not None
-    assert "strategy.policy=&#39;nothing&#39; is unknown" in plan.html()
+    assert "there are no phases to follow" in plan.html()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("federate", "--policies names 'federate', which is no policy; did you mean federated"),
+        ("xyz", "--policies names 'xyz', which is no policy; there are adaptive, alternate"),
+    ],
+)
+def test_a_name_that_no_policy_has_is_refused_with_the_nearest(name, sentence, job_file):
+    with pytest.raises(UserError, match=sentence):
+        plan_of(job_file, (), PlanOptions(trial=3, policies=("datacenter", name)))
 
 
 def test_a_policy_that_asks_devices_goes_on_as_in_its_last_rounds(job_file):
@@ -204,8 +250,75 @@ def test_a_trial_that_ends_early_is_not_continued(job_file):
     plan = plan_of(job_file, ("rounds=6", "budget=8"), options)
     (tried,) = plan.trials.policies
     assert len(tried.seeds[0]) < 3
-    assert tried.forecast.reached is None
-    assert "cannot be continued by forecasts" in tried.note
+    assert tried.to_the_end
+    assert tried.forecast.rounds[1] < 3
+    assert tried.note == ""
+
+
+KEPT = "evaluation={keep_best={name='accuracy',mode='max'},deliver='best'}"
+
+
+def test_a_forecast_of_what_a_run_keeps_is_no_worse_than_the_trial(job_file):
+    options = PlanOptions(trial=3, policies=("federated",))
+    kept = plan_of(job_file, ("rounds=6", KEPT), options)
+    (tried,) = kept.trials.policies
+    had = min(max(point.value for point in points) for points in tried.seeds)
+    assert tried.forecast.reached.low >= had
+    assert kept.trials.lower == ""
+    last = plan_of(job_file, ("rounds=6",), options)
+    assert last.trials.policies[0].forecast.reached.low < had
+    assert last.trials.lower.startswith("federated: the intervals have worse values than")
+    assert f"  {last.trials.lower}" in last.lines()
+    assert "Federated: the intervals have worse values than" in last.html()
+
+
+def test_what_a_run_delivers_is_its_last_model_or_its_best(trained):
+    log = log_of(trained("federated", rounds=4))
+    values = (0.2, 0.8, 0.5, 0.6)
+    rounds = []
+    for each, value in zip(log.rounds, values, strict=True):
+        metrics = {"accuracy": value, "loss": 2 - value}
+        record = dataclasses.replace(each.record, metrics=metrics)
+        rounds.append(dataclasses.replace(each, record=record))
+    log = dataclasses.replace(log, rounds=rounds)
+    assert log.delivered("accuracy") == 0.6
+    assert log.delivered("nothing") is None
+    kept = {"keep_best": {"name": "loss", "mode": "min"}, "deliver": "best"}
+    best = dataclasses.replace(log, job=with_changes(log.job, {"evaluation": kept}))
+    assert best.delivered("accuracy") == 0.8
+    assert delivered_of(log.job, "accuracy", np.array([values])) == [0.6]
+    assert delivered_of(best.job, "accuracy", np.array([values])) == [0.6]
+    assert delivered_of(best.job, "loss", np.array([values])) == [0.2]
+
+
+def test_a_duration_is_never_nothing_for_a_side_without_one(job_file):
+    names = ("alternate", "datacenter")
+    speeds = ("rounds=6", "simulation.step_seconds=1")
+    plan = plan_of(job_file, speeds, PlanOptions(trial=6, policies=names))
+    for each in plan.trials.policies:
+        assert each.forecast.seconds == (0.0, 0.0)
+        assert each.text.endswith("time not known")
+    assert plan.trials.untimed.startswith("durations of alternate, datacenter are not known: give")
+    assert plan.trials.untimed.endswith("by --gpu or simulation.datacenter_step_seconds")
+    step = PlanOptions(trial=6, policies=names, tflops=1e-6)
+    known = plan_of(job_file, speeds, step)
+    mixed, alone = known.trials.policies
+    assert alone.forecast.seconds == pytest.approx((30 * known.time_of_step,) * 2, rel=1e-4)
+    federated = 3 * known.timed.mean
+    assert mixed.forecast.seconds[0] == pytest.approx(federated + 15 * known.time_of_step)
+    assert known.trials.untimed == ""
+
+
+def test_unequal_prices_and_rounds_are_said(planned):
+    plan, page = planned
+    said = plan.trials.unequal
+    assert said.startswith("the policies end at unequal cost (24 to 40) and after unequal rounds")
+    # A datacenter round costs 2: the cheapest.
+    assert "--set budget=40 --set rounds=20, as many as the cheapest can pay" in said
+    assert f"  {said}" in plan.lines()
+    assert f"T{said[1:]}" in Page(page).text
+    only = dataclasses.replace(plan.trials.policies[1], policy="alike")
+    assert unequal_of((plan.trials.policies[1], only)) == ""
 
 
 def test_a_notebook_can_have_trials(job_file):
@@ -244,3 +357,27 @@ def test_chromium_shows_the_page(planned, tmp_path):
     )
     assert "accuracy against cost" in found.stdout
     assert found.stdout.count("<polyline") >= 12
+
+
+@needs_chromium
+def test_closed_parts_of_a_page_are_printed(planned, tmp_path):
+    def printed(rows):
+        file = tmp_path / "plan.html"
+        row = "<tr><td>row</td></tr>"
+        file.write_text(planned[1].replace(row_of_changes, row_of_changes + rows * row))
+        subprocess.run(
+            [
+                CHROMIUM,
+                "--headless",
+                *CHROMIUM_OPTIONS,
+                f"--print-to-pdf={tmp_path / 'plan.pdf'}",
+                file.as_uri(),
+            ],
+            check=True,
+            timeout=50,
+        )
+        return len(re.findall(rb"/Type ?/Page\b", (tmp_path / "plan.pdf").read_bytes()))
+
+    row_of_changes = "<th>figures</th></tr></thead><tbody>"
+    assert row_of_changes in planned[1]
+    assert printed(300) > printed(0) + 3

@@ -238,7 +238,7 @@ class WeightKeeper:
         places = {
             file.sha256: self.store.path(file.sha256)
             for file in manifest.files
-            if self.store.has(file)
+            if self.store.has(file) and not self.store.damage(file.sha256)
         }
         wanted = {file.sha256: file.size for file in manifest.files if file.sha256 not in places}
         if wanted:
@@ -380,15 +380,28 @@ class _Fetching:
         self._logged = -1
         self._whys: dict[str, str] = {}
         """Why a source did not give a file, by its name for the server."""
+        self._damaged = ""
+        """Which of the store's files are damaged and have to come again."""
+        self._freed = 0
+        """Bytes of the damaged files, which are deleted before others come in their place."""
 
     def run(self) -> None:
         """Have all files here."""
+        try:
+            self._run()
+        except (AdmissionRefused, UserError) as error:
+            if self._damaged and not isinstance(error, StoreUnusable):
+                error.args = (f"{self._damaged}; {error}",)
+            raise
+
+    def _run(self) -> None:
         _, missing = self._keeper.found(self._manifest, self._job)
         if not missing:
             self._keeper.note(self._manifest, self._job)
             return
         missing = list({file.sha256: file for file in missing}.values())
         self._here = self._manifest.size - sum(file.size for file in missing)
+        self._note_damage(missing)
         self._check_room(missing)
         self._keeper.note(self._manifest, self._job)
         for file in missing:
@@ -397,9 +410,24 @@ class _Fetching:
         self._keeper.note(self._manifest, self._job)  # it may have been removed meanwhile
         log.info("the model that %s starts from is here", self._job.name)
 
+    def _note_damage(self, missing: Sequence[ListedFile]) -> None:
+        """Say which of the missing files are damaged; the server is told their names alone."""
+        names = []
+        for file in missing:
+            if why := self._store.damage(file.sha256):
+                names.append(file.name)
+                place = self._store.path(file.sha256)
+                log.warning("%s in the store, %s, is damaged: %s", file.name, place, why)
+                with contextlib.suppress(FileNotFoundError):  # another device has replaced it
+                    self._freed += place.lstat().st_size
+        if names:
+            more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
+            verb = "were" if more else "was"
+            self._damaged = f"{names[0]}{more} {verb} damaged in its store"
+
     def _check_room(self, missing: Sequence[ListedFile]) -> None:
         """Refuse what the owner's limit or the disk has no room for, before anything is fetched."""
-        needed = sum(file.size - self._store.begun(file) for file in missing)
+        needed = sum(file.size - self._store.begun(file) for file in missing) - self._freed
         limit = self._keeper.guard.limits.weights_mb * 1_000_000
         model = f"the model that {self._job.name!r} starts from"
         if not limit:
@@ -424,6 +452,7 @@ class _Fetching:
             with self._store.filling(file) as partial:
                 if partial is not None:
                     with self._turn(file):
+                        self._store.drop(file.sha256)
                         self._fill(file, partial)
                     return
             self._wait(min(1.0, self._keeper.look_seconds), file)  # another process fetches it
@@ -589,7 +618,8 @@ class _Fetching:
         """Tell the server how far it is, and the owner at each tenth."""
         size = self._manifest.size
         done = self._here + offset
-        self._progress(link_pb2.Progress(fetched=link_pb2.Fetched(bytes=done, of=size, pause=why)))
+        said = why or (self._damaged and f"{self._damaged}, fetched anew")
+        self._progress(link_pb2.Progress(fetched=link_pb2.Fetched(bytes=done, of=size, pause=said)))
         if why and why != self._pause:
             log.info("downloading the model of %s waits: %s", self._job.name, why)
         self._pause = why

@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +40,8 @@ _MAX_VIEWS = 64
 """Folders in `views`, of which that goes first which was used longest ago."""
 PIECE_BYTES = 4 << 20
 """Bytes that are read, hashed or written at a time."""
+_MODE = 0o400
+"""Permissions of a whole file."""
 
 
 class StoreUnusable(UserError):
@@ -65,13 +68,16 @@ class KeptModel:
     """The path that was added, or the job's `model.start`."""
     is_whole: bool
     """Whether all of its files are in the store."""
+    damaged: tuple[str, ...] = ()
+    """Names of files that are there, and cannot be used: see `WeightStore.damage`."""
 
 
 class WeightStore:
     """Files by their SHA-256.
 
     Guarantees:
-      * a file is in `files` only if it was whole and verified, and is then never changed;
+      * a file is in `files` only if it was whole and verified, and is then never changed. What the
+        disk or somebody else has changed of it is found by `damage`, before it is used;
       * what was written before a crash is kept, and nothing that is half written counts;
       * one process at a time fetches a file; the others wait for it.
     """
@@ -84,6 +90,8 @@ class WeightStore:
         self.partial = directory / "partial"
         self._models = directory / "models"
         self._views = directory / "views"
+        self._seen: dict[str, tuple[tuple[int, ...], str]] = {}
+        """State of files when they were read, and what `damage` has said of them, by SHA-256."""
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -92,11 +100,55 @@ class WeightStore:
         return self.files / sha256
 
     def has(self, file: ListedFile) -> bool:
-        """Whether a file is here."""
+        """Whether a file is here; what changed in it counts if its size tells, or `damage` did."""
         try:
-            return self.path(file.sha256).stat().st_size == file.size
+            found = self.path(file.sha256).lstat()
         except OSError:
             return False
+        state, why = self._seen.get(file.sha256, ((), ""))
+        if why and state == _state(found):
+            return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == file.size
+
+    def damage(self, sha256: str) -> str:
+        """Why a file that is here cannot be used; empty if it can, and if there is none.
+
+        All of it is read, once for each state of the file. Permissions that a file of this user
+        should not have are corrected.
+        """
+        path = self.path(sha256)
+        try:
+            found = path.lstat()
+        except OSError:
+            return ""
+        if not stat.S_ISREG(found.st_mode):
+            why = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no file"
+            why = f"it is {why}"
+        else:
+            if stat.S_IMODE(found.st_mode) != _MODE and found.st_uid == os.getuid():
+                with contextlib.suppress(OSError):
+                    path.chmod(_MODE)
+                    found = path.lstat()
+            state, why = self._seen.get(sha256, ((), ""))
+            if state == _state(found):
+                return why
+            try:
+                is_same = hash_of(path) == sha256
+                why = "" if is_same else "its bytes have changed since they were verified"
+            except OSError as error:
+                why = f"it cannot be read: {error.strerror or error}"
+        self._seen[sha256] = _state(found), why
+        return why
+
+    def drop(self, sha256: str) -> None:
+        """Delete a file that is damaged; called while its successor is filled.
+
+        Raises:
+            UserError: it cannot be deleted.
+        """
+        if self.damage(sha256):
+            with _told(self.directory):
+                self.path(sha256).unlink(missing_ok=True)
 
     def begun(self, file: ListedFile) -> int:
         """Bytes that were fetched of a file; all of them if it is here."""
@@ -115,7 +167,7 @@ class WeightStore:
             with contextlib.suppress(FileNotFoundError):
                 for entry in os.scandir(folder):
                     with contextlib.suppress(FileNotFoundError):  # it was finished meanwhile
-                        total += entry.stat().st_size
+                        total += entry.stat(follow_symlinks=False).st_size
         return total
 
     @property
@@ -159,6 +211,8 @@ class WeightStore:
     def add(self, path: Path, base: Path | None = None) -> KeptModel:
         """Copy the files of a model into the store; those that are here already are not copied.
 
+        Those that are damaged are replaced.
+
         Args:
             path: a safetensors file, a folder with some, or one with an adapter of PEFT.
             base: of the model under the adapter.
@@ -173,6 +227,7 @@ class WeightStore:
         self.keep(manifest, str(path), added=True)  # so that what an interruption leaves has a name
         for file in manifest.files:
             source = folders[parts.index(file.part)] / file.name
+            self.damage(file.sha256)
             while not self.has(file):
                 with self.filling(file, wait=True) as partial:
                     if partial is None:  # another process has copied it, or has given up
@@ -236,13 +291,14 @@ class WeightStore:
         with contextlib.ExitStack() as held:
             for name in names:
                 held.enter_context(self._unfilled(name))
+            held.enter_context(_told(self.directory))
             (self._models / gone.digest).unlink(missing_ok=True)
             for view in self._views.glob(f"{gone.digest}-*"):
                 shutil.rmtree(view, ignore_errors=True)
             for name in names:
                 for path in (self.files / name, self.partial / name):
                     with contextlib.suppress(FileNotFoundError):
-                        freed += path.stat().st_size
+                        freed += path.lstat().st_size
                         path.unlink()
         return freed
 
@@ -335,8 +391,10 @@ class WeightStore:
             manifest = StartManifest(files)
             if manifest.digest != path.name:
                 return None
-            whole = all(self.has(file) for file in files)
-            return KeptModel(manifest, bool(table["added"]), str(table["name"]), whole)
+            lacking = [file for file in files if not self.has(file)]
+            damaged = [file.name for file in lacking if os.path.lexists(self.path(file.sha256))]
+            name = str(table["name"])
+            return KeptModel(manifest, bool(table["added"]), name, not lacking, tuple(damaged))
         except (OSError, DamagedError, UserError, ValueError, TypeError, KeyError):
             return None  # as if it were not known: nothing but its name is lost
 
@@ -398,7 +456,7 @@ class PartialFile:
             self.restart()
             return False
         with _told(self._store.directory):
-            os.fchmod(self._opened.fileno(), 0o400)
+            os.fchmod(self._opened.fileno(), _MODE)
             os.fsync(self._opened.fileno())
             (self._store.partial / self._file.sha256).replace(self._store.path(self._file.sha256))
             sync_directory(self._store.files)
@@ -413,6 +471,11 @@ def hash_of(path: Path) -> str:
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    """What changes with the content of a file, or with who may read it."""
+    return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _names(files: Sequence[ListedFile]) -> Iterable[str]:

@@ -8,7 +8,12 @@ def duration(seconds: float) -> str:
 
     >>> duration(0.25), duration(12), duration(3600 * 3 + 1200), duration(-1)
     ('0.25 s', '12 s', '3 h 20 min', '0 s')
+    >>> duration(3.8e-05), duration(0.0042), duration(0.0999)
+    ('38 µs', '4.2 ms', '99.9 ms')
     """
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        if 0 < seconds < 100 / factor:
+            return f"{seconds * factor:.3g} {unit}"
     minutes = seconds / 60
     hours = seconds / 3600
     if 0 < seconds < 10:

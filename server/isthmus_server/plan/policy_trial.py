@@ -1,0 +1,65 @@
+"""What one policy reached in its simulated rounds, and would reach at the end of the job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from isthmus_server.plan.what_if import Alternative
+from isthmus_server.read.pages.templates import digits
+
+
+@dataclasses.dataclass(frozen=True)
+class TrialPoint:
+    """One evaluated round of a trial."""
+
+    round: int
+    price: float
+    """Price of the trial so far."""
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyTrial:
+    """The trials of one policy."""
+
+    policy: str
+    seeds: Sequence[Sequence[TrialPoint]] = ()
+    """The evaluated rounds of each seed."""
+    forecast: Alternative | None = None
+    """What it would reach at the end of the job; None if the trials failed, or are too short."""
+    to_the_end: bool = False
+    """Whether its trials are whole runs: then `forecast` has what they reached, from the least to
+    the most of all seeds, and nothing is forecast."""
+    note: str = ""
+    """What the forecast assumes besides, or why there is none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it; a duration that is not known is None."""
+        found = dataclasses.asdict(self)
+        if self.forecast is not None and not any(self.forecast.seconds):
+            found["forecast"]["seconds"] = None
+        return found
+
+    @property
+    def text(self) -> str:
+        """What it reaches, or why that is not known."""
+        if self.forecast is None:
+            return self.note
+        if not self.to_the_end or self.forecast.reached is None:
+            return self.forecast.text
+        return f"{self.reached}, {self.forecast.course}"
+
+    @property
+    def reached(self) -> str:
+        """The metric at the end of the job in words; empty if nothing is known of it."""
+        if self.forecast is None or self.forecast.reached is None:
+            return ""
+        found = self.forecast.reached
+        if not self.to_the_end:
+            return f"{digits(found.median)} ({digits(found.low)} to {digits(found.high)})"
+        ends = " to ".join(dict.fromkeys(digits(each) for each in (found.low, found.high)))
+        seeds = len(self.seeds)
+        of = f" with {seeds} seeds" if seeds > 1 else ""
+        return f"{ends}, simulated to the end{of}"

@@ -1,0 +1,143 @@
+"""What is to be known to compare the trials of policies, in sentences."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Sequence
+
+from isthmus.job import Job
+from isthmus_server.plan.policy_trial import PolicyTrial
+from isthmus_server.plan.round_log import kept_mode
+from isthmus_server.plan.what_if import Alternative
+from isthmus_server.read.pages.templates import digits
+
+_ALIKE = 1.01
+"""Prices that differ by a smaller factor are no difference."""
+
+
+def overlap_of(policies: Sequence[PolicyTrial], metric: str) -> str:
+    """Which policies the forecasts cannot tell from the best, a sentence; empty if they can."""
+    sign = 1 if metric.endswith("loss") else -1
+    known = [
+        (each.policy, each.forecast.reached)
+        for each in policies
+        if each.forecast is not None and each.forecast.reached is not None
+    ]
+    known.sort(key=lambda each: sign * each[1].median)
+    if not known:
+        return ""
+    (best, first), *others = known
+    alike = [name for name, each in others if each.low <= first.high and first.low <= each.high]
+    if not alike:
+        return ""
+    if all(each.to_the_end for each in policies if each.policy in (best, *alike)):
+        return (
+            f"the runs do not tell {best} from {', '.join(alike)}, which are no further apart than "
+            "seeds are: isthmus simulate --seeds trains more of them"
+        )
+    return (
+        f"the forecasts do not tell {best} from {', '.join(alike)}, whose intervals overlap "
+        "with its own: a trial of more rounds makes them shorter"
+    )
+
+
+def unequal_of(policies: Sequence[PolicyTrial]) -> str:
+    """A sentence that policies end at unequal prices or rounds, and what makes them equal.
+
+    Empty if they are equal.
+    """
+    known = _forecast(policies)
+    prices = [statistics.fmean(each.price) for each in known]
+    rounds = [statistics.fmean(each.rounds) for each in known]
+    if len(known) < 2:
+        return ""
+    parts = []
+    if max(prices) > _ALIKE * min(prices):
+        parts.append(f"at unequal cost ({digits(min(prices))} to {digits(max(prices))})")
+    if max(rounds) > min(rounds):
+        parts.append(f"after unequal rounds ({digits(min(rounds))} to {digits(max(rounds))})")
+    if not parts:
+        return ""
+    found = f"the policies end {' and '.join(parts)}"
+    if len(parts) == 1 and max(rounds) > min(rounds):
+        return f"{found}: they are compared at one price, and not by their rounds"
+    each_round = min(price / count for price, count in zip(prices, rounds, strict=True) if count)
+    budget = max(prices)
+    if not each_round:
+        return f"{found}: they are not compared at one price, and one of them costs nothing"
+    paid = math.floor(budget / each_round * (1 + 1e-9))
+    return (
+        f"{found}: to compare them at one price, let all spend the same: "
+        f"--set budget={digits(budget)} --set rounds={paid}, as many as the cheapest can pay"
+    )
+
+
+def lower_of(policies: Sequence[PolicyTrial], job: Job, metric: str) -> str:
+    """Why forecasts begin below what the trials had reached, a sentence; empty if none do.
+
+    Args:
+        policies: with their trials.
+        job: that is planned.
+        metric: that is forecast.
+    """
+    if kept_mode(job, metric) is not None:
+        return ""
+    falls = metric.endswith("loss")
+    best, worst = (min, max) if falls else (max, min)
+    names = []
+    for each in policies:
+        if each.to_the_end or each.forecast is None or each.forecast.reached is None:
+            continue
+        had = worst(best(point.value for point in seed) for seed in each.seeds if seed)
+        reached = each.forecast.reached
+        if reached.high > had if falls else reached.low < had:
+            names.append(each.policy)
+    if not names:
+        return ""
+    mode = "min" if falls else "max"
+    which = (
+        "the last model" if job.evaluation.deliver == "last" else "the best model by another metric"
+    )
+    return (
+        f"{', '.join(names)}: the intervals have worse values than the trials had reached, since "
+        f"the run delivers {which}, and later rounds may be worse; with evaluation.keep_best="
+        f"{{name='{metric}', mode='{mode}'}} and evaluation.deliver=best it delivers the best one"
+    )
+
+
+def untimed_side(job: Job, regimes: Collection[str]) -> str:
+    """Which option says how long rounds of these regimes take, a clause; empty if it is known."""
+    section = job.simulation
+    on_devices = section.step_seconds or section.up_mbit or section.down_mbit
+    missing = []
+    if not on_devices and set(regimes) - {"datacenter"}:
+        missing.append("simulation.step_seconds of devices")
+    if not section.datacenter_step_seconds and set(regimes) - {"federated"}:
+        missing.append("steps of the datacenter by --gpu or simulation.datacenter_step_seconds")
+    return " and ".join(missing)
+
+
+def untimed_of(policies: Sequence[PolicyTrial], job: Job) -> str:
+    """A sentence on policies without a known duration, and what gives it; empty without any."""
+    names = [
+        each.policy
+        for each in policies
+        if each.forecast is not None
+        and each.forecast.reached is not None
+        and not any(each.forecast.seconds)
+    ]
+    if not names:
+        return ""
+    missing = untimed_side(job, ("federated", "datacenter"))
+    if not missing:
+        return ""
+    return f"durations of {', '.join(names)} are not known: give {missing}"
+
+
+def _forecast(policies: Sequence[PolicyTrial]) -> list[Alternative]:
+    return [
+        each.forecast
+        for each in policies
+        if each.forecast is not None and each.forecast.reached is not None
+    ]
