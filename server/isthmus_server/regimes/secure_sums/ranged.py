@@ -402,7 +402,7 @@ class RangedAttempt:
         ]
 
     def _earlier_sums(self) -> list[Unmasking]:
-        """Those of earlier attempts."""
+        """The sums of `_unmasked` that earlier attempts have opened."""
         config = self._sums.ranges
         this = (config.round, config.attempt)
         return [entry for entry in self._unmasked() if (entry.round, entry.attempt) != this]
