@@ -5,7 +5,11 @@ only with exactly the same survivors (see `isthmus_server.storage.unmasking_log`
 
     1. exactly the survivors of such a sum, if all of them are available; else
     2. the usual selection, among the available devices that have unmasked no such sum; else
-    3. nothing: the round waits, or the datacenter changes the model first.
+    3. the groups of such a sum whose devices are all available, if the quorum is in them; else
+    4. nothing: the round waits, or the datacenter changes the model first.
+
+A sum of ranges of a group that a crash has lost keeps nobody from a round: the same groups are
+invited again, and a group with other devices is summed without ranges.
 """
 
 from __future__ import annotations
@@ -197,16 +201,28 @@ class CohortSelector:
             return self._usual(round_, allowed, settings.concurrency + settings.cohort)
         if not settings.secure_aggregation:
             return self._usual(round_, ready, settings.invited, settings.needed)
-        unmasked = self._unmasked(round_, model_hash, model_hash, ready)
+        unmasked = self._unmasked(round_, model_hash, model_hash, ready, settings.needed)
         summed = self._unmaskings.about(self._run_id, round_, model_hash)
-        again = self._groups_again(round_, summed, ready, settings) or self._survivors_again(
-            round_, unmasked, ready, settings
-        )
+        again = self._groups_again(round_, summed, ready, settings)
+        if again is None and settings.robust is None:  # one sum is no robust one
+            again = self._survivors_again(round_, unmasked, ready, settings)
         if again is not None:
             return self._unless_refused(again, round_, unmasked, ready, settings, settings.invited)
-        return self._interrupted_again(round_, unmasked, ready, settings) or self._secure(
-            round_, unmasked, ready, settings, settings.invited
-        )
+        interrupted = self._interrupted_again(round_, unmasked, ready, settings)
+        if interrupted is not None:
+            return interrupted
+        try:
+            usual = self._secure(round_, unmasked, ready, settings, settings.invited)
+        except NoAllowedCohort:
+            complete = self._complete_groups_again(round_, summed, ready, settings)
+            if complete is None:
+                raise
+            return complete
+        if settings.robust is not None:
+            usual = self.in_random_groups(round_, usual, settings)
+        if usual.shortage:
+            return self._complete_groups_again(round_, summed, ready, settings) or usual
+        return usual
 
     def _unless_refused(
         self,
@@ -259,9 +275,10 @@ class CohortSelector:
     ) -> SelectedCohort:
         """Divide a cohort into random groups, each of which is summed by itself.
 
-        As many as the job has if the devices suffice, else fewer; without devices in groups that
-        cannot be summed. With a lottery nobody chooses who is in which: it follows from the draw.
-        With a shortage, if there are too few groups. Groups that are repeated stay.
+        As many as the job has if the devices suffice, else fewer; the same devices make the same
+        groups. With a lottery nobody chooses who is in which: it follows from the draw, and devices
+        in groups that cannot be summed are left out. With a shortage, if there are too few groups.
+        Groups that are repeated stay.
         """
         if selected.exact or selected.shortage or selected.groups:
             return selected
@@ -270,6 +287,10 @@ class CohortSelector:
             parts = {name: settings.for_group(len(each)) for name, each in groups.items()}
             summed = {name: each for name, each in groups.items() if parts[name] is not None}
             devices = {name for each in summed.values() for name in each}
+            if self._lottery is None and len(summed) < count:
+                # Fewer groups have all devices. A plan has no groups, and after a crash its devices
+                # are divided again: without some of them they would be dealt in another way.
+                continue
             if len(summed) >= MIN_ROBUST_GROUPS and len(devices) >= settings.needed:
                 examples = {name: selected.examples[name] for name in sorted(devices)}
                 return dataclasses.replace(selected, examples=examples, groups=summed)
@@ -396,24 +417,33 @@ class CohortSelector:
         return None if wait == math.inf else wait
 
     def _unmasked(
-        self, round_: int, model_hash: bytes | None, name: bytes | None, ready: Collection[str]
+        self,
+        round_: int,
+        model_hash: bytes | None,
+        name: bytes | None,
+        ready: Collection[str],
+        needed: int = 0,
     ) -> list[Unmasking]:
         """Sums of updates, and of ranges of which only the devices may know, newest first.
 
-        `name` is what their configurations name: the model, or what takes its place.
+        `name` is what their configurations name: the model, or what takes its place. `needed`: a
+        sum of ranges of fewer devices is that of a group.
         """
         unmasked = self._unmaskings.about(self._run_id, round_, model_hash)
         if name is None or not self._job.finds_ranges:
             return unmasked
+        if self._ranges.of(round_, name, "") or self._ranges.of_other_groups(round_, name, ""):
+            return unmasked  # what the server has is not summed again
         ranges = self._unmaskings.about(ranges_run_id(self._run_id), round_, ranged_model(name))
-        # Devices may have unmasked these, and the server stopped before it had them. Those that it
-        # has are not summed again, nor those of devices that have not all come back: the updates
-        # are summed without.
+        # Devices may have unmasked these, and the server stopped before it had them. If they have
+        # not all come back, the updates are summed without. Those of a group keep nobody from the
+        # round: the server may have stopped when some groups had unmasked theirs, and others not.
+        # A group that is the same gives the same sum again, see `RangedAttempt`.
         unknown = [
             each
             for each in ranges
-            if self._ranges.of(round_, name, each.group) is None
-            and (each.refused or each.devices <= set(ready))
+            if each.refused
+            or (not each.group and len(each.devices) >= needed and each.devices <= set(ready))
         ]
         return [*unmasked, *unknown]
 
@@ -430,14 +460,24 @@ class CohortSelector:
         unmasked: Sequence[Unmasking],
         ready: Collection[str],
         settings: FederatedSection,
+        *,
+        complete: bool = False,
     ) -> SelectedCohort | None:
         """Exactly the survivors of the groups that the last attempt has summed.
 
         A device takes part only in the sum of the group that its owner declares now.
+        `complete`: only of groups whose devices are all ready, and whose sum was not refused.
         """
         groups = {} if settings.least_in_group is None else _last_groups(unmasked)
+        if complete:
+            groups = {
+                group: entry
+                for group, entry in groups.items()
+                if entry.devices <= set(ready) and not self._unmaskings.is_refused_sum(entry)
+            }
         names = sorted(_devices_of(list(groups.values())))
-        if not settings.needed <= len(names) or not set(names) <= set(ready):
+        least = 1 if settings.robust is None else MIN_ROBUST_GROUPS
+        if len(groups) < least or not settings.needed <= len(names) or not set(names) <= set(ready):
             return None
         clients = self._roster.clients
         for group, entry in groups.items():
@@ -456,6 +496,19 @@ class CohortSelector:
         )
         devices = {name: sorted(entry.devices) for name, entry in groups.items()}
         return None if cohort is None else dataclasses.replace(cohort, groups=devices)
+
+    def _complete_groups_again(
+        self,
+        round_: int,
+        unmasked: Sequence[Unmasking],
+        ready: Collection[str],
+        settings: FederatedSection,
+    ) -> SelectedCohort | None:
+        """The groups of the last attempt that can be repeated, if the quorum is in them.
+
+        A round goes on without a group that cannot be summed, so also after a crash.
+        """
+        return self._groups_again(round_, unmasked, ready, settings, complete=True)
 
     def _survivors_again(
         self,
@@ -489,7 +542,16 @@ class CohortSelector:
         names = sorted(interrupted.invited)
         if not set(names) <= set(ready) - _devices_of(unmasked) - self._left_out:
             return None
-        return self._again(round_, names, interrupted.draw, settings.needed)
+        if settings.robust is None:
+            return self._again(round_, names, interrupted.draw, settings.needed)
+        # Who is in which group follows from the draw, and the devices of some may have unmasked
+        # their ranges together.
+        divided = self.in_random_groups(round_, self._cohort(names, interrupted.draw), settings)
+        drawn = RandomGroup.parse(next(iter(divided.groups), ""))
+        if drawn is None:
+            return None
+        needed = settings.robust_minimum * drawn.count
+        return self._again(round_, names, interrupted.draw, needed, same_draw=True)
 
     def _again(
         self,

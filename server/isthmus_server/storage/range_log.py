@@ -71,10 +71,9 @@ class RangeLog:
         return self._known
 
     def of(self, round_: int, model_hash: bytes, group: str) -> SummedRanges | None:
-        """The ranges of earlier updates to a model, those of the same round first; None for none.
+        """The ranges of a group's earlier updates to a model; None for none.
 
-        A round may start from the model of an earlier one. If updates to the model were summed as
-        other groups only, their ranges together: the devices may be in no second sum of ranges.
+        Those of the same round first: a round may start from the model of an earlier one.
         """
         known = [
             entry
@@ -82,7 +81,7 @@ class RangeLog:
             if (entry.model_hash, entry.group) == (model_hash, group)
         ]
         if not known:
-            return self._of_other_groups(round_, model_hash, group)
+            return None
         return next((entry for entry in known if entry.round == round_), known[0])
 
     def last_known(self, *, before: int) -> Ranges | None:
@@ -90,7 +89,11 @@ class RangeLog:
         earlier = (entry for entry in reversed(self._entries()) if entry.round < before)
         return next((entry.ranges for entry in earlier if entry.ranges.is_known), None)
 
-    def _of_other_groups(self, round_: int, model_hash: bytes, group: str) -> SummedRanges | None:
+    def of_other_groups(self, round_: int, model_hash: bytes, group: str) -> SummedRanges | None:
+        """The ranges of all other groups of a round together; None for none.
+
+        For a group with devices of theirs, which may be in no second sum of ranges.
+        """
         newest: dict[str, SummedRanges] = {}
         for entry in self._entries():
             if (entry.round, entry.model_hash) == (round_, model_hash):

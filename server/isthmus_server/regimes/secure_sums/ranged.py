@@ -127,9 +127,12 @@ class RangedAttempt:
             seconds = self._context.round_times.seconds(sums.cohort, config.clients_min)
             deadline = asyncio.get_running_loop().time() + seconds
         known = self._context.ranges.of(config.round, name, sums.group)
+        if known is None and any(entry.group != sums.group for entry in self._earlier_sums()):
+            known = self._context.ranges.of_other_groups(config.round, name, sums.group)
         cohort = sums.cohort
         request = sums.at_once
-        if known is None and self._is_lost():
+        if known is None and any(entry.devices != set(cohort) for entry in self._earlier_sums()):
+            # With others, and a crash has lost their sum.
             known = await self._store(Ranges.unknown(), ())
         if known is None:
             known = await self._find(deadline)
@@ -359,7 +362,7 @@ class RangedAttempt:
         except AttemptFailed:
             # Also if the same devices could give the sum again: one that does not come back, or
             # that lies, would have them asked for ever.
-            if any(not entry.refused for entry in self._unmasked()):
+            if self._unmasked():
                 await self._store(Ranges.unknown(), ())
             raise
         self._earlier = result.receipts
@@ -386,20 +389,23 @@ class RangedAttempt:
             await self._store(Ranges.unknown(), ())
 
     def _unmasked(self) -> list[Unmasking]:
-        """Sums of ranges of updates to this model that devices may have unmasked."""
+        """Sums of ranges of updates to this model that devices of the cohort may have unmasked."""
         config = self._sums.ranges
+        cohort = set(self._sums.cohort)
         about = self._context.unmaskings.about(config.run_id, config.round, config.model_hash)
-        return [entry for entry in about if entry.model_hash == config.model_hash]
+        return [
+            entry
+            for entry in about
+            if entry.model_hash == config.model_hash
+            and not entry.refused
+            and entry.devices & cohort
+        ]
 
-    def _is_lost(self) -> bool:
-        """Whether devices have unmasked ranges with others, and a crash has lost their sum."""
-        cohort = frozenset(self._sums.cohort)
-        this = self._sums.ranges.attempt
-        return any(
-            entry.devices & cohort and entry.devices != cohort
-            for entry in self._unmasked()
-            if not entry.refused and entry.attempt != this
-        )
+    def _earlier_sums(self) -> list[Unmasking]:
+        """The sums of `_unmasked` that earlier attempts have opened."""
+        config = self._sums.ranges
+        this = (config.round, config.attempt)
+        return [entry for entry in self._unmasked() if (entry.round, entry.attempt) != this]
 
     async def _store(self, ranges: Ranges, devices: Collection[str]) -> SummedRanges:
         sums = self._sums
