@@ -34,11 +34,13 @@ def flipped(path):
 
 def truncated(path):
     """As after a crash of the disk."""
+    path.chmod(0o600)
     os.truncate(path, 1000)
 
 
 def emptied(path):
     """As after a crash of the disk, too."""
+    path.chmod(0o600)
     os.truncate(path, 0)
 
 
