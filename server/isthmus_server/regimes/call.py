@@ -256,14 +256,14 @@ async def call(
     def later() -> float:
         """Seconds from the request to the last step that was reported."""
         worker = link.peers.get(name)
-        if not between_steps or worker is None or worker.last_step.request != request.id:
+        if worker is None or worker.last_step.request != request.id:
             return 0.0
         return max(0.0, worker.last_step.at - begun)
 
     # A failure is raised at the very end: the book and the participant learn of it first.
     try:
         async with asyncio.timeout(seconds) as limit:
-            with allowance.extending(limit, lambda: [name], later):
+            with allowance.extending(limit, lambda: [name], later if between_steps else None):
                 if reply is None:
                     reply = await link.ask(name, request)
                 # A refusal, or a reply to something else: both are handled like an update that
@@ -279,7 +279,7 @@ async def call(
         if not limit.expired():
             reason = SERVER_FAILED
             raise  # of another origin, such as a network file system
-        missed = "reported no other step" if later() else "did not answer"
+        missed = "reported no other step" if between_steps and later() else "did not answer"
         reason = f"it {missed} within {seconds:g} s{_noted(peer, request)}"
         failure = CallFailed("dropped", reason, reached=True, timed_out=True)
     except ParticipantLost as lost:

@@ -78,20 +78,20 @@ class TransferAllowance:
         self,
         limit: asyncio.Timeout,
         names: Callable[[], Collection[str]],
-        later: Callable[[], float] = lambda: 0.0,
+        later: Callable[[], float] | None = None,
     ) -> Iterator[None]:
-        """Put off the end of a running limit in the block, while transfers of `names()` move.
+        """Put off the end of a running limit in the block, by moving transfers and by `later`.
 
         A limit that is set to an earlier time in the block stays there.
 
         Args:
             limit: that runs.
             names: the participants whose transfers count.
-            later: by how many seconds the limit ends later whatever moves.
+            later: by how many seconds the limit ends later without any transfer; None for none.
         """
         loop = asyncio.get_running_loop()
         base = limit.when()
-        if base is None or self._least_rate == math.inf:
+        if base is None or (self._least_rate == math.inf and later is None):
             yield
             return
         expected = base
@@ -101,7 +101,8 @@ class TransferAllowance:
             nonlocal handle, expected
             if limit.expired() or limit.when() != expected:
                 return
-            expected = max(expected, self.end(base + later(), names()))
+            begins_later = 0.0 if later is None else later()
+            expected = max(expected, self.end(base + begins_later, names()))
             limit.reschedule(expected)
             if expected > loop.time() + _LOOK_SECONDS:
                 handle = loop.call_at(expected - _LOOK_SECONDS, look)

@@ -248,9 +248,10 @@ class SteppingLink(ScriptedLink):
         return await super().ask(name, request)
 
 
-async def test_a_limit_between_steps_begins_again_with_each_of_them(receipts):
+@pytest.mark.parametrize("rate", [{"least_rate": 1.0}, {}])
+async def test_a_limit_between_steps_begins_again_with_each_of_them(receipts, rate):
     link = SteppingLink(TRAINED, seconds=2.5)
-    limit = {"seconds": 2.0, "least_rate": 1.0}
+    limit = {"seconds": 2.0, **rate}
     async with call(link, "a", request(), "trained", receipts, between_steps=True, **limit):
         receipts.record("a", "accepted", sent=True)
     with pytest.raises(CallFailed, match=r"^it did not answer within 2 s$"):

@@ -88,7 +88,13 @@ async def test_a_job_of_several_uses_the_mirror_of_the_server(network, web):
 
 
 FAULTS = (
-    *("lies", "is cut", "has nothing", "hangs", "drips", "drips its answer", "is full"),
+    "lies",
+    "is cut",
+    "has nothing",
+    "hangs",
+    "drips",
+    "drips its answer",
+    "is full",
     "is not allowed",
 )
 

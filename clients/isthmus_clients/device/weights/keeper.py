@@ -19,7 +19,7 @@ from typing import IO
 
 from isthmus.errors import AdmissionRefused, IsthmusError, JobError, TaskError, UserError
 from isthmus.job import Job, read_job
-from isthmus.printable import in_a_line
+from isthmus.printable import counted, in_a_line
 from isthmus.start.files import ADAPTER_CONFIG
 from isthmus.start.manifest import ListedFile, StartManifest, StartPlace
 from isthmus.start.safetensors_file import SafetensorsFile
@@ -421,9 +421,9 @@ class _Fetching:
                 with contextlib.suppress(FileNotFoundError):  # another device has replaced it
                     self._freed += place.lstat().st_size
         if names:
-            more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
-            verb = "were" if more else "was"
-            self._damaged = f"{names[0]}{more} {verb} damaged in its store"
+            others = len(names) - 1
+            which = f" and {counted(others, 'more file')} were" if others else " was"
+            self._damaged = f"{names[0]}{which} damaged in its store"
 
     def _check_room(self, missing: Sequence[ListedFile]) -> None:
         """Refuse what the owner's limit or the disk has no room for, before anything is fetched."""

@@ -122,8 +122,8 @@ class WeightStore:
         except OSError:
             return ""
         if not stat.S_ISREG(found.st_mode):
-            why = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no file"
-            why = f"it is {why}"
+            what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no file"
+            why = f"it is {what}"
         else:
             if stat.S_IMODE(found.st_mode) != _MODE and found.st_uid == os.getuid():
                 with contextlib.suppress(OSError):

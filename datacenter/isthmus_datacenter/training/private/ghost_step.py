@@ -136,6 +136,7 @@ class GhostForwardBackward(PrivateForwardBackward):
         with self._without_zeros():
             state = self._state(closely=True)
             with state.explaining():
+                # With shards, `autograd.grad` finds no gradient at the parameters of the model.
                 if not self._sharded:
                     check_alone(self.task, self.model, group)
                 self._check_reference()

@@ -219,7 +219,7 @@ async def test_of_several_files_the_damaged_ones_are_fetched(device, tmp_path, c
 
     assert loaded(await device.get(job, listed=manifest, pull=pull), manifest)
     assert asked == [file.sha256 for file in damaged]
-    first = "model-1.safetensors and 1 more files were damaged in its store, fetched anew"
+    first = "model-1.safetensors and 1 more file were damaged in its store, fetched anew"
     assert {report.pause for report in device.reports} == {first}
     assert caplog.text.count("is damaged: its bytes have changed") == 2
 
