@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -237,14 +239,13 @@ print(repr(store.damage(sys.argv[3])))
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a program as another user")
 @pytest.mark.parametrize(("of_another", "said"), [(False, "''"), (True, "Permission denied'")])
-def test_permissions_are_corrected_if_the_file_is_this_users(
-    tmp_path_factory, device, added, of_another, said
-):
+def test_permissions_are_corrected_if_the_file_is_this_users(device, added, of_another, said):
     """A file that nobody may read; of another user it cannot be used."""
     # Other users cannot get into the folders of pytest.
-    folder = tmp_path_factory.getbasetemp().parent.parent / f"weights-{os.getpid()}"
-    shutil.copytree(device.store.directory, folder)
-    try:
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        folder = Path(place) / "weights"
+        shutil.copytree(device.store.directory, folder)
         for path in (folder, *folder.rglob("*")):
             os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
         path = folder / "files" / added.name
@@ -255,8 +256,6 @@ def test_permissions_are_corrected_if_the_file_is_this_users(
         found = subprocess.run(command, capture_output=True, text=True, check=True)
         assert found.stdout.strip().endswith(said)
         assert (path.stat().st_mode & 0o777 == 0o400) == (not of_another)
-    finally:
-        shutil.rmtree(folder)
 
 
 def test_permissions_that_let_others_write_are_corrected(device, added):
