@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from markupsafe import Markup
 
@@ -26,6 +27,7 @@ from isthmus_server.plan.lines import (
 )
 from isthmus_server.plan.planned_job import PlannedJob
 from isthmus_server.plan.policy_trial import PolicyTrial, TrialPoint
+from isthmus_server.plan.round_log import kept_mode
 from isthmus_server.plan.trials import Trials
 from isthmus_server.read.pages.charts import Line, Point, lines_chart
 from isthmus_server.read.pages.report_page import page
@@ -134,7 +136,9 @@ def _legend(trials: Trials) -> Iterator[tuple[str, str]]:
 def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
     """Policy, rounds, cost, duration, quality in the trial, and at the end."""
     forecast = trial.forecast
-    tried = _tried([points[-1] for points in trial.seeds if points])
+    trials = plan.trials
+    mode = None if trials is None else kept_mode(plan.job, trials.metric)
+    tried = _tried([points for points in trial.seeds if points], mode)
     if forecast is None or forecast.reached is None:
         return (trial.policy, "", "", "", tried, trial.note)
     took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds))
@@ -145,16 +149,32 @@ def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
         f"{_range(forecast.price)} units",
         took if any(forecast.seconds) else "not known",
         tried,
-        f"{trial.reached}, after round {rounds}",
+        f"{trial.reached}, after round {rounds}"
+        if mode is None
+        else _best_of(trial.reached, rounds),
     )
 
 
-def _tried(last: Sequence[TrialPoint]) -> str:
-    """The last values of the trials, and the rounds after which they were found."""
-    rounds = {each.round for each in last}
-    if len(rounds) == 1:
-        return f"{' and '.join(digits(each.value) for each in last)} after round {rounds.pop()}"
-    return " and ".join(f"{digits(each.value)} after round {each.round}" for each in last)
+def _tried(seeds: Sequence[Sequence[TrialPoint]], mode: Literal["max", "min"] | None) -> str:
+    """The values of the models that the trials would deliver, and of which rounds they are.
+
+    Args:
+        seeds: evaluated rounds of each trial, none without any.
+        mode: how a run chooses the best model by the metric; None if it delivers the last one.
+    """
+    found: dict[str, list[str]] = {}
+    for points in seeds:
+        values = [each.value for each in points]
+        value = values[-1] if mode is None else max(values) if mode == "max" else min(values)
+        found.setdefault(digits(points[-1].round), []).append(digits(value))
+    each_round = [(" and ".join(values), rounds) for rounds, values in found.items()]
+    if mode is None:
+        return " and ".join(f"{values} after round {rounds}" for values, rounds in each_round)
+    return " and ".join(_best_of(values, rounds) for values, rounds in each_round)
+
+
+def _best_of(value: str, rounds: str) -> str:
+    return f"{value}, best of {rounds} rounds"
 
 
 def _range(ends: tuple[float, float]) -> str:

@@ -272,6 +272,19 @@ def test_a_forecast_of_what_a_run_keeps_is_no_worse_than_the_trial(job_file):
     assert "Federated: the intervals have worse values than" in last.html()
 
 
+@pytest.mark.parametrize(("rounds", "end"), [(3, "simulated to the end"), (6, "")])
+def test_a_trial_of_a_run_that_keeps_its_best_model_shows_the_best_values(rounds, end, job_file):
+    options = PlanOptions(trial=3, policies=("federated",))
+    kept = plan_of(job_file, (f"rounds={rounds}", KEPT), options)
+    (tried,) = kept.trials.policies
+    best = [f"{max(point.value for point in points):.4g}" for points in tried.seeds]
+    page = kept.html()
+    assert f"<td>{' and '.join(best)}, best of 3 rounds</td>" in page
+    assert f"{tried.reached}, best of {rounds} rounds</td>" in page
+    assert end in tried.reached
+    assert "after round" not in Page(page).text
+
+
 def test_what_a_run_delivers_is_its_last_model_or_its_best(trained):
     log = log_of(trained("federated", rounds=4))
     values = (0.2, 0.8, 0.5, 0.6)
