@@ -33,7 +33,6 @@ from isthmus_server.read.pages.charts import Line, Point, lines_chart
 from isthmus_server.read.pages.report_page import page
 from isthmus_server.read.pages.templates import digits
 from isthmus_server.read.report.durations import duration
-from isthmus_server.strategy.learning_curves import COVERED
 
 _COLOURS = 8
 """Styles of lines that the pages have."""
@@ -61,6 +60,7 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         trained=plan.trained,
         metric=metric,
         chart=Markup() if trials is None else quality_chart(trials),
+        about_chart="" if trials is None else _about_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
         notes=[] if trials is None else _sentences(*trials.sentences),
@@ -98,13 +98,28 @@ def quality_chart(trials: Trials) -> Markup:
     return lines_chart(lines, title=trials.metric, x_label=f"cost ({UNIT_OF_PRICE})")
 
 
+def _about_chart(trials: Trials) -> str:
+    """How the chart's lines are to be read, sentences."""
+    if all(not _is_drawn(each) for each in trials.policies):
+        return "All lines were simulated; each is a trial with its own seed."
+    return (
+        "Solid lines were simulated; a dashed one leads to the forecast of the end of the job, "
+        "whose range is the upright line."
+    )
+
+
+def _is_drawn(trial: PolicyTrial) -> bool:
+    """Whether the chart has a forecast of the policy, besides its trials."""
+    return trial.is_forecast and any(trial.seeds)
+
+
 def _forecast_lines(trial: PolicyTrial, kind: str, metric: str, shift: float) -> Iterator[Line]:
     """A dashed line from the trials to the forecast, and an upright one for its interval.
 
     They end at the price with `shift` added.
     """
     forecast = trial.forecast
-    if forecast is None or forecast.reached is None or not any(trial.seeds) or trial.to_the_end:
+    if forecast is None or forecast.reached is None or not _is_drawn(trial):
         return
     reached = forecast.reached
     cost = statistics.fmean(forecast.price)
@@ -277,12 +292,7 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
     ranks = plan.sides.datacenter
     devices = plan.sides.devices
     if plan.trials is not None:
-        yield (
-            f"Quality is forecast from {plan.trials.rounds} simulated rounds of each policy with "
-            f"{max(len(each.seeds) for each in plan.trials.policies)} seeds, and the ranges are "
-            f"{COVERED:.0%} intervals. A forecast knows a round by its regime and by the metric "
-            "before it."
-        )
+        yield plan.trials.origin
         yield (
             "Simulated devices have the data that the task gives them on this machine, and the "
             "speed, bandwidth and dropout of [simulation]; a simulated datacenter is one rank."

@@ -113,7 +113,7 @@ class PlannedJob:
         if self.options.measure:
             parts.append("some steps were measured here")
         if self.trials is not None:
-            parts.append("the first rounds were simulated here")
+            parts.append(self.trials.trained)
         return " and ".join(parts) or "nothing was trained or booked"
 
     @property

@@ -30,6 +30,7 @@ from isthmus_server.plan.simulated_log import (
 from isthmus_server.plan.timed_rounds import TimedRounds
 from isthmus_server.plan.trial_sentences import (
     lower_of,
+    origin_of,
     overlap_of,
     unequal_of,
     untimed_of,
@@ -140,6 +141,33 @@ class Trials:
         """What is to be known to compare the policies."""
         found = (self.overlap, self.unequal, self.lower, self.untimed, self.steps)
         return [each for each in found if each]
+
+    @property
+    def origin(self) -> str:
+        """Which values are forecast and which were simulated to the end, sentences."""
+        return origin_of(self.policies, self.rounds)
+
+    @property
+    def trained(self) -> str:
+        """What was simulated, a clause."""
+        whole = [each.policy for each in self.policies if each.to_the_end]
+        if len(whole) == sum(bool(each.seeds) for each in self.policies):
+            return "all rounds were simulated here"
+        first = "the first rounds were simulated here"
+        return f"{first}, of {', '.join(whole)} all of them" if whole else first
+
+    @property
+    def heading(self) -> str:
+        """What the values of the policies are, a clause."""
+        whole = [each for each in self.policies if each.to_the_end]
+        others = [each for each in self.policies if each.is_forecast]
+        if whole and not others:
+            how = "all rounds simulated"
+        else:
+            how = f"forecast from {self.rounds} simulated rounds of each policy"
+        if whole and others:
+            how += ", or simulated to the end"
+        return f"{self.metric} at the end of the job, {how}"
 
     @property
     def overlap(self) -> str:

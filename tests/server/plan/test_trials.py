@@ -136,6 +136,20 @@ def test_policies_that_the_intervals_do_not_tell_apart_are_named(planned):
     assert dataclasses.replace(plan.trials, policies=apart).overlap == ""
 
 
+def test_a_page_with_whole_runs_and_forecasts_says_which_is_which(planned):
+    plan, page = planned
+    first = plan.trials.policies[0]
+    assert plan.trained == "the first rounds were simulated here, of hybrid all of them"
+    assert "a dashed one leads to the forecast" in page
+    assert "All rounds of hybrid were simulated with 2 seeds, and its range is that of" in page
+    assert "Quality of alternate, federated, datacenter is forecast from 6 simulated" in page
+    heading = "forecast from 6 simulated rounds of each policy, or simulated to the end:"
+    assert any(each.endswith(heading) for each in plan.lines())
+    alone = dataclasses.replace(plan.trials, policies=[first])
+    assert alone.origin.startswith("Quality is forecast from 6 simulated rounds of each policy")
+    assert alone.trained == "the first rounds were simulated here"
+
+
 def test_a_forecast_follows_from_its_own_trials_alone(job_file):
     alone = plan_of(job_file, ("rounds=6",), PlanOptions(trial=3, policies=("federated",)))
     among = PlanOptions(trial=3, policies=("datacenter", "federated"))
@@ -166,6 +180,15 @@ def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
         assert "simulated to the end with 2 seeds" in each.reached
         assert f"    {each.policy:<13} {each.reached}, 4 rounds, cost " in "\n".join(whole.lines())
         assert each.reached in whole.html()
+    assert whole.lines()[0].endswith("; all rounds were simulated here")
+    page = Page(whole.html()).text
+    assert "were simulated with 2 seeds, and the ranges are those of the seeds" in page
+    assert "All lines were simulated" in page
+    for text in ("\n".join(whole.lines()), page):
+        assert "first rounds" not in text
+        assert "forecast from" not in text
+        assert "interval" not in text
+        assert "dashed" not in text
 
 
 def test_steps_of_the_one_rank_of_a_trial_are_said(planned, job_file):
