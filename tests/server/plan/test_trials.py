@@ -136,6 +136,45 @@ def test_policies_that_the_intervals_do_not_tell_apart_are_named(planned):
     assert dataclasses.replace(plan.trials, policies=apart).overlap == ""
 
 
+def test_what_trials_of_all_rounds_would_take_is_said_where_forecasts_say_little(planned):
+    plan, page = planned
+    said = plan.trials.longer
+    begin, _, end = said.partition(" here, and would need no forecast: ")
+    assert re.fullmatch(
+        r"simulating all 12 rounds of these policies would take about [\d.]+ \w+", begin
+    )
+    assert end == "--trial 12"
+    assert f"  {said}" in plan.lines()
+    assert f"S{said[1:]}." in Page(page).text
+    table = plan.to_json()["quality"]
+    assert table["longer"] == said
+    assert table["whole_seconds"] == plan.trials.whole_seconds > 0
+    assert dataclasses.replace(plan.trials, whole_seconds=240.0).longer.startswith(
+        "simulating all 12 rounds of these policies would take about 4 min here"
+    )
+    # Of a hybrid round the budget pays as many as were trained.
+    hybrid = [each for each in plan.trials.policies if each.to_the_end]
+    assert dataclasses.replace(plan.trials, policies=hybrid).longer == ""
+
+
+def test_trials_of_all_rounds_take_as_much_longer_as_they_have_rounds(planned):
+    plan, _ = planned
+    tried = {each.policy: each for each in plan.trials.policies}
+    took = {"federated": 3.0, "hybrid": 2.0}
+
+    class Log:
+        rounds = range(6)
+
+    def seconds(*names):
+        logs = {name: [Log, Log] for name in names}
+        return trials._whole_seconds(plan.job, [tried[name] for name in names], logs, took)
+
+    # The budget pays for ten federated rounds, and for the six hybrid ones that were trained.
+    assert seconds("federated") == pytest.approx(3.0 * 10 / 6)
+    assert seconds("federated", "hybrid") == pytest.approx(3.0 * 10 / 6 + 2.0)
+    assert seconds("hybrid") is None
+
+
 def test_a_page_with_whole_runs_and_forecasts_says_which_is_which(planned):
     plan, page = planned
     first = plan.trials.policies[0]
@@ -189,6 +228,8 @@ def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
         assert "forecast from" not in text
         assert "interval" not in text
         assert "dashed" not in text
+    assert whole.trials.whole_seconds is None
+    assert whole.trials.longer == ""
 
 
 def test_steps_of_the_one_rank_of_a_trial_are_said(planned, job_file):
