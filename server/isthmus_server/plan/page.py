@@ -36,9 +36,6 @@ from isthmus_server.read.report.durations import duration
 
 _COLOURS = 8
 """Styles of lines that the pages have."""
-_APART = 0.015
-"""Part of the highest price by which the intervals of policies are drawn apart: those of one budget
-would lie on each other."""
 
 
 def plan_page(plan: PlannedJob, now: float | None = None) -> str:
@@ -78,8 +75,6 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
 def quality_chart(trials: Trials) -> Markup:
     """Each policy's trials, and the forecast of its end with its interval, against the price."""
     lines = []
-    ends = [each.forecast.price[1] for each in trials.policies if each.forecast is not None]
-    apart = _APART * max(ends, default=0.0)
     for number, each in enumerate(trials.policies):
         kind = _kind(number)
         for points in each.seeds:
@@ -94,7 +89,7 @@ def quality_chart(trials: Trials) -> Markup:
                 for point in points
             ]
             lines.append(Line(marks, kind))
-        lines += _forecast_lines(each, kind, trials.metric, number * apart)
+        lines += _forecast_lines(each, kind, trials.metric)
     return lines_chart(lines, title=trials.metric, x_label=f"cost ({UNIT_OF_PRICE})")
 
 
@@ -113,11 +108,8 @@ def _is_drawn(trial: PolicyTrial) -> bool:
     return trial.is_forecast and any(trial.seeds)
 
 
-def _forecast_lines(trial: PolicyTrial, kind: str, metric: str, shift: float) -> Iterator[Line]:
-    """A dashed line from the trials to the forecast, and an upright one for its interval.
-
-    They end at the price with `shift` added.
-    """
+def _forecast_lines(trial: PolicyTrial, kind: str, metric: str) -> Iterator[Line]:
+    """A dashed line from the trials to the forecast, and an upright one for its interval."""
     forecast = trial.forecast
     if forecast is None or forecast.reached is None or not _is_drawn(trial):
         return
@@ -134,8 +126,8 @@ def _forecast_lines(trial: PolicyTrial, kind: str, metric: str, shift: float) ->
         f"{trial.policy}, forecast of the end: {metric} {digits(reached.median)} "
         f"({digits(reached.low)} to {digits(reached.high)}) at cost {digits(cost)}"
     )
-    yield Line([begun, Point(cost + shift, reached.median, kind, words)], f"{kind} again")
-    ends = [Point(cost + shift, value, kind, words) for value in (reached.low, reached.high)]
+    yield Line([begun, Point(cost, reached.median, kind, words)], f"{kind} again")
+    ends = [Point(cost, value, kind, words) for value in (reached.low, reached.high)]
     yield Line(ends, kind)
 
 

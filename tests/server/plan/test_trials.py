@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import statistics
 import subprocess
 
 import numpy as np
@@ -116,6 +117,17 @@ def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planne
     assert any("federated, forecast of the end: accuracy" in each for each in titles)
     assert sum("simulated" in each for each in titles) == 4 * 2 * 6
     assert not re.search(r"(src|href)=", page)
+
+
+def test_a_forecast_is_drawn_at_its_cost(planned):
+    plan, page = planned
+    places = {}
+    for place, words in re.findall(r"<circle[^>]*cx=\"([\d.]+)\"[^>]*><title>([^<]*)<", page):
+        cost = float(re.search(r"at cost ([\d.]+)|$", words)[1] or -1)
+        places.setdefault(cost, set()).add(place)
+    ends = [statistics.fmean(each.forecast.price) for each in plan.trials.policies]
+    for cost in ends:
+        assert len(places[cost]) == 1
 
 
 def test_policies_that_the_intervals_do_not_tell_apart_are_named(planned):
