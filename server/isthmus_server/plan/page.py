@@ -249,15 +249,30 @@ def _parts(layout: PlannedLayout) -> str:
 
 
 def _size(size: int) -> str:
-    """Bytes, from one MB on in MB."""
-    return f"{size:,} bytes" if size < 1e6 else f"{size / 1e6:.4g} MB"
+    """Bytes, from one MB on in MB, and from 10,000 MB on in GB."""
+    return f"{size:,} bytes" if size < 1e6 else _large([size])
+
+
+def _large(sizes: Sequence[int]) -> str:
+    """A size or the ends of a range in one unit, MB or GB.
+
+    >>> _large([9_999_000_000]), _large([6_362_000_000, 12_723_000_000])
+    ('9999 MB', '6.362 to 12.72 GB')
+    """
+    # The largest with four digits is 9999 MB: more would have an exponent.
+    unit, factor = ("MB", 1e6) if max(sizes) < 9999.5e6 else ("GB", 1e9)
+    if max(sizes) >= 9999.5e9:
+        return f"{' to '.join(f'{each / factor:,.0f}' for each in sizes)} {unit}"
+    return f"{' to '.join(f'{each / factor:.4g}' for each in sizes)} {unit}"
 
 
 def _with_mb(text: str) -> str:
-    """A text with the bytes in it in MB too, from one MB on.
+    """A text with the bytes in it in MB or GB too, from one MB on.
 
     >>> _with_mb("950,400 to 1,899,152 bytes (exact)")
     '950,400 to 1,899,152 bytes, 0.9504 to 1.899 MB (exact)'
+    >>> _with_mb("6,361,938,000 to 12,723,052,000 bytes")
+    '6,361,938,000 to 12,723,052,000 bytes, 6.362 to 12.72 GB'
     >>> _with_mb("128 bytes")
     '128 bytes'
     """
@@ -266,7 +281,7 @@ def _with_mb(text: str) -> str:
         sizes = [int(each.replace(",", "")) for each in found[0].split() if each[0].isdigit()]
         if max(sizes) < 1e6:
             return found[0]
-        return f"{found[0]}, {' to '.join(f'{each / 1e6:.4g}' for each in sizes)} MB"
+        return f"{found[0]}, {_large(sizes)}"
 
     return re.sub(r"[\d,]+( to [\d,]+)? bytes", in_mb, text)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from isthmus_datacenter.training.profile import count_flops
 from isthmus_server.cli.plan import plan as plan_command
 from isthmus_server.plan.adapters import adapted_task
 from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.page import _large
 from isthmus_server.plan.plan import JobPlan, plan_of
 
 SEQUENTIAL = """
@@ -270,6 +272,15 @@ def test_policies_from_python_are_names(job_file):
     assert PlanOptions.of_values({"policies": "federated"}).policies == ("federated",)
     assert PlanOptions.of_values({"policies": ["a", "b"]}).policies == ("a", "b")
     assert PlanOptions.of_values({"layouts": True, "mbit": None}) == PlanOptions(layouts=True)
+
+
+def test_a_page_has_many_megabytes_as_gigabytes(job_file):
+    plan = plan_of(job_file, (*FEDERATED, "rounds=2000000"), PlanOptions())
+    page = plan.html(now=0.0)
+    assert re.search(r"bytes, [\d.]+( to [\d.]+)? GB", page)
+    assert not re.search(r"\de\+\d", page)
+    assert _large([9_999_000_000, 9_999_600_000]) == "9.999 to 10 GB"
+    assert _large([9_999_000_000]) == "9999 MB"
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_planned(job_file, tmp_path):
