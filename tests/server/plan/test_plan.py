@@ -226,6 +226,20 @@ def test_ranks_that_no_round_uses_are_refused_with_the_policy(job_file):
     assert not changes & {"ranks x 2", "ZeRO 3"}
 
 
+def test_ranks_are_planned_if_a_compared_policy_trains_there(job_file):
+    job = (*FEDERATED, "datacenter.batch_size=4", "rounds=2")
+    names = ("federated", "datacenter")
+    plan = plan_of(job_file, job, PlanOptions(ranks=2, gpu="a100", trial=2, policies=names))
+    assert plan.sides.datacenter.ranks == 2
+    assert plan.time_of_step > 0
+    seconds = {each.policy: each.forecast.seconds for each in plan.trials.policies}
+    assert seconds["datacenter"][0] > 0
+    assert "time of a step" in plan.html()
+    alone = PlanOptions(ranks=2, gpu="a100", trial=2, policies=("federated",))
+    with pytest.raises(UserError, match="trains no rounds there; choose another"):
+        plan_of(job_file, job, alone)
+
+
 def test_ranks_of_the_command_are_those_that_the_policy_needs(job_file):
     job = (*DEVICES, "strategy.policy=hybrid", "datacenter.batch_size=4")
     with pytest.raises(UserError, match=r"datacenter\.ranks=0 starts no datacenter"):
