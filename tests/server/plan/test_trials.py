@@ -110,6 +110,8 @@ def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planne
     assert by_policy["federated"].endswith(", after round 10</td>")
     assert "peak of a rank" in parsed.text
     assert "Layouts of the ranks" in parsed.text
+    assert "<details><summary>Layouts of the ranks" in page
+    assert page.index("Quality and cost by policy") < page.index("Layouts of the ranks")
     assert "What would change it" in parsed.text
     assert "forecast from 6 simulated rounds of each policy with 2 seeds" in parsed.text
     assert "90% intervals" in parsed.text
