@@ -164,8 +164,19 @@ class PlannedLayout:
 
     @property
     def text(self) -> str:
-        """The keys of the layout in words."""
-        return ", ".join(f"{key}={value}" for key, value in self.keys.items())
+        """The keys of the layout in words, without degrees of 1.
+
+        >>> PlannedLayout(keys={"zero_stage": 2, "tensor_parallel": 1, "pipeline_parallel": 2}).text
+        'zero_stage=2, pipeline_parallel=2'
+        >>> PlannedLayout(keys={"zero_stage": 2, "tensor_parallel": 1}).text
+        'zero_stage=2, data parallel only'
+        """
+        degrees = {key: each for key, each in self.keys.items() if key.endswith("_parallel")}
+        shown = {key: each for key, each in self.keys.items() if degrees.get(key) != 1}
+        parts = [f"{key}={value}" for key, value in shown.items()]
+        if degrees and not degrees.keys() & shown.keys():
+            parts.append("data parallel only")
+        return ", ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

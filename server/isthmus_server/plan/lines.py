@@ -123,10 +123,7 @@ def _of_devices(devices: PlannedDevices, timed: TimedRounds | None) -> list[str]
 
 
 def _of_trials(trials: Trials) -> list[str]:
-    found = [
-        f"  {trials.metric} at the end of the job, forecast from {trials.rounds} simulated rounds "
-        "of each policy:"
-    ]
+    found = [f"  {trials.heading}:"]
     for each in trials.policies:
         found.append(f"    {each.policy:<13} {each.text}")
         if each.forecast is not None and each.note:

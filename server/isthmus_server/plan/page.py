@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from markupsafe import Markup
 
@@ -26,18 +27,15 @@ from isthmus_server.plan.lines import (
 )
 from isthmus_server.plan.planned_job import PlannedJob
 from isthmus_server.plan.policy_trial import PolicyTrial, TrialPoint
+from isthmus_server.plan.round_log import kept_mode
 from isthmus_server.plan.trials import Trials
 from isthmus_server.read.pages.charts import Line, Point, lines_chart
 from isthmus_server.read.pages.report_page import page
 from isthmus_server.read.pages.templates import digits
 from isthmus_server.read.report.durations import duration
-from isthmus_server.strategy.learning_curves import COVERED
 
 _COLOURS = 8
 """Styles of lines that the pages have."""
-_APART = 0.015
-"""Part of the highest price by which the intervals of policies are drawn apart: those of one budget
-would lie on each other."""
 
 
 def plan_page(plan: PlannedJob, now: float | None = None) -> str:
@@ -59,6 +57,7 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         trained=plan.trained,
         metric=metric,
         chart=Markup() if trials is None else quality_chart(trials),
+        about_chart="" if trials is None else _about_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
         notes=[] if trials is None else _sentences(*trials.sentences),
@@ -76,8 +75,6 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
 def quality_chart(trials: Trials) -> Markup:
     """Each policy's trials, and the forecast of its end with its interval, against the price."""
     lines = []
-    ends = [each.forecast.price[1] for each in trials.policies if each.forecast is not None]
-    apart = _APART * max(ends, default=0.0)
     for number, each in enumerate(trials.policies):
         kind = _kind(number)
         for points in each.seeds:
@@ -92,17 +89,29 @@ def quality_chart(trials: Trials) -> Markup:
                 for point in points
             ]
             lines.append(Line(marks, kind))
-        lines += _forecast_lines(each, kind, trials.metric, number * apart)
+        lines += _forecast_lines(each, kind, trials.metric)
     return lines_chart(lines, title=trials.metric, x_label=f"cost ({UNIT_OF_PRICE})")
 
 
-def _forecast_lines(trial: PolicyTrial, kind: str, metric: str, shift: float) -> Iterator[Line]:
-    """A dashed line from the trials to the forecast, and an upright one for its interval.
+def _about_chart(trials: Trials) -> str:
+    """How the chart's lines are to be read, sentences."""
+    if all(not _is_drawn(each) for each in trials.policies):
+        return "All lines were simulated; each is a trial with its own seed."
+    return (
+        "Solid lines were simulated; a dashed one leads to the forecast of the end of the job, "
+        "whose range is the upright line."
+    )
 
-    They end at the price with `shift` added.
-    """
+
+def _is_drawn(trial: PolicyTrial) -> bool:
+    """Whether the chart has a forecast of the policy, besides its trials."""
+    return trial.is_forecast and any(trial.seeds)
+
+
+def _forecast_lines(trial: PolicyTrial, kind: str, metric: str) -> Iterator[Line]:
+    """A dashed line from the trials to the forecast, and an upright one for its interval."""
     forecast = trial.forecast
-    if forecast is None or forecast.reached is None or not any(trial.seeds) or trial.to_the_end:
+    if forecast is None or forecast.reached is None or not _is_drawn(trial):
         return
     reached = forecast.reached
     cost = statistics.fmean(forecast.price)
@@ -117,8 +126,8 @@ def _forecast_lines(trial: PolicyTrial, kind: str, metric: str, shift: float) ->
         f"{trial.policy}, forecast of the end: {metric} {digits(reached.median)} "
         f"({digits(reached.low)} to {digits(reached.high)}) at cost {digits(cost)}"
     )
-    yield Line([begun, Point(cost + shift, reached.median, kind, words)], f"{kind} again")
-    ends = [Point(cost + shift, value, kind, words) for value in (reached.low, reached.high)]
+    yield Line([begun, Point(cost, reached.median, kind, words)], f"{kind} again")
+    ends = [Point(cost, value, kind, words) for value in (reached.low, reached.high)]
     yield Line(ends, kind)
 
 
@@ -134,7 +143,9 @@ def _legend(trials: Trials) -> Iterator[tuple[str, str]]:
 def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
     """Policy, rounds, cost, duration, quality in the trial, and at the end."""
     forecast = trial.forecast
-    tried = _tried([points[-1] for points in trial.seeds if points])
+    trials = plan.trials
+    mode = None if trials is None else kept_mode(plan.job, trials.metric)
+    tried = _tried([points for points in trial.seeds if points], mode)
     if forecast is None or forecast.reached is None:
         return (trial.policy, "", "", "", tried, trial.note)
     took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds))
@@ -145,16 +156,32 @@ def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
         f"{_range(forecast.price)} units",
         took if any(forecast.seconds) else "not known",
         tried,
-        f"{trial.reached}, after round {rounds}",
+        f"{trial.reached}, after round {rounds}"
+        if mode is None
+        else _best_of(trial.reached, rounds),
     )
 
 
-def _tried(last: Sequence[TrialPoint]) -> str:
-    """The last values of the trials, and the rounds after which they were found."""
-    rounds = {each.round for each in last}
-    if len(rounds) == 1:
-        return f"{' and '.join(digits(each.value) for each in last)} after round {rounds.pop()}"
-    return " and ".join(f"{digits(each.value)} after round {each.round}" for each in last)
+def _tried(seeds: Sequence[Sequence[TrialPoint]], mode: Literal["max", "min"] | None) -> str:
+    """The values of the models that the trials would deliver, and of which rounds they are.
+
+    Args:
+        seeds: evaluated rounds of each trial, none without any.
+        mode: how a run chooses the best model by the metric; None if it delivers the last one.
+    """
+    found: dict[str, list[str]] = {}
+    for points in seeds:
+        values = [each.value for each in points]
+        value = values[-1] if mode is None else max(values) if mode == "max" else min(values)
+        found.setdefault(digits(points[-1].round), []).append(digits(value))
+    each_round = [(" and ".join(values), rounds) for rounds, values in found.items()]
+    if mode is None:
+        return " and ".join(f"{values} after round {rounds}" for values, rounds in each_round)
+    return " and ".join(_best_of(values, rounds) for values, rounds in each_round)
+
+
+def _best_of(value: str, rounds: str) -> str:
+    return f"{value}, best of {rounds} rounds"
 
 
 def _range(ends: tuple[float, float]) -> str:
@@ -222,15 +249,30 @@ def _parts(layout: PlannedLayout) -> str:
 
 
 def _size(size: int) -> str:
-    """Bytes, from one MB on in MB."""
-    return f"{size:,} bytes" if size < 1e6 else f"{size / 1e6:.4g} MB"
+    """Bytes, from one MB on in MB, and from 10,000 MB on in GB."""
+    return f"{size:,} bytes" if size < 1e6 else _large([size])
+
+
+def _large(sizes: Sequence[int]) -> str:
+    """A size or the ends of a range in one unit, MB or GB.
+
+    >>> _large([9_999_000_000]), _large([6_362_000_000, 12_723_000_000])
+    ('9999 MB', '6.362 to 12.72 GB')
+    """
+    # The largest with four digits is 9999 MB: more would have an exponent.
+    unit, factor = ("MB", 1e6) if max(sizes) < 9999.5e6 else ("GB", 1e9)
+    if max(sizes) >= 9999.5e9:
+        return f"{' to '.join(f'{each / factor:,.0f}' for each in sizes)} {unit}"
+    return f"{' to '.join(f'{each / factor:.4g}' for each in sizes)} {unit}"
 
 
 def _with_mb(text: str) -> str:
-    """A text with the bytes in it in MB too, from one MB on.
+    """A text with the bytes in it in MB or GB too, from one MB on.
 
     >>> _with_mb("950,400 to 1,899,152 bytes (exact)")
     '950,400 to 1,899,152 bytes, 0.9504 to 1.899 MB (exact)'
+    >>> _with_mb("6,361,938,000 to 12,723,052,000 bytes")
+    '6,361,938,000 to 12,723,052,000 bytes, 6.362 to 12.72 GB'
     >>> _with_mb("128 bytes")
     '128 bytes'
     """
@@ -239,7 +281,7 @@ def _with_mb(text: str) -> str:
         sizes = [int(each.replace(",", "")) for each in found[0].split() if each[0].isdigit()]
         if max(sizes) < 1e6:
             return found[0]
-        return f"{found[0]}, {' to '.join(f'{each / 1e6:.4g}' for each in sizes)} MB"
+        return f"{found[0]}, {_large(sizes)}"
 
     return re.sub(r"[\d,]+( to [\d,]+)? bytes", in_mb, text)
 
@@ -257,12 +299,7 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
     ranks = plan.sides.datacenter
     devices = plan.sides.devices
     if plan.trials is not None:
-        yield (
-            f"Quality is forecast from {plan.trials.rounds} simulated rounds of each policy with "
-            f"{max(len(each.seeds) for each in plan.trials.policies)} seeds, and the ranges are "
-            f"{COVERED:.0%} intervals. A forecast knows a round by its regime and by the metric "
-            "before it."
-        )
+        yield plan.trials.origin
         yield (
             "Simulated devices have the data that the task gives them on this machine, and the "
             "speed, bandwidth and dropout of [simulation]; a simulated datacenter is one rank."

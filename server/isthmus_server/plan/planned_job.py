@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from isthmus_server.plan.changes import ChangedPlan, changed_plans
 from isthmus_server.plan.compared_layouts import LAUNCHES, SHORT_STEP, ordered
 from isthmus_server.plan.cost import possible_regimes
 from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.replayed_policy import with_policy
 from isthmus_server.plan.sides import Sides
 from isthmus_server.plan.step_figures import step_figures, time_of_step
 from isthmus_server.plan.step_time import assumptions, peak_of, step_time
@@ -78,7 +80,10 @@ class PlannedJob:
         if options.calibrate is not None:  # before what takes long
             calibration = Calibration.of(options.calibrate, job, base)
         sides = Sides.of(job, task, base, ranks, question, options.mbit)
-        if sides.datacenter is None:
+        compared = sides.datacenter
+        if compared is None and ranks:
+            compared = _ranks_of_policies(job, task, base, ranks, question, options.policies)
+        if compared is None:
             _refuse_about_ranks(options, job, ranks)
         regimes = possible_regimes(job, load_policy(job.strategy), datacenter=bool(ranks))
         timed = None
@@ -92,7 +97,7 @@ class PlannedJob:
         found = cls(
             job=job,
             options=options,
-            sides=sides,
+            sides=dataclasses.replace(sides, datacenter=compared),
             changes=changes,
             calibration=calibration,
             timed=timed,
@@ -113,7 +118,7 @@ class PlannedJob:
         if self.options.measure:
             parts.append("some steps were measured here")
         if self.trials is not None:
-            parts.append("the first rounds were simulated here")
+            parts.append(self.trials.trained)
         return " and ".join(parts) or "nothing was trained or booked"
 
     @property
@@ -326,6 +331,37 @@ def _ranged(figures: list[Figure]) -> Figure:
     least = min(each.value for each in figures)
     most = max(each.highest for each in figures)
     return dataclasses.replace(figures[0], value=least, most=most)
+
+
+def _ranks_of_policies(
+    job: Job,
+    task: Task,
+    base: Path,
+    ranks: int,
+    question: RanksQuestion,
+    policies: Sequence[str],
+) -> PlannedRanks | None:
+    """The datacenter of a job whose own policy trains nothing there, if a compared one does.
+
+    Args:
+        job: the job.
+        task: its task.
+        base: the job file's folder.
+        ranks: of the datacenter.
+        question: about them.
+        policies: that are compared with the job's.
+
+    Returns:
+        None if no policy trains there that the job can have.
+    """
+    for name in policies:
+        try:
+            found = Sides.of(with_policy(job, name), task, base, ranks, question).datacenter
+        except UserError:  # its trial says why
+            continue
+        if found is not None:
+            return found
+    return None
 
 
 def _refuse_about_ranks(options: PlanOptions, job: Job, ranks: int) -> None:

@@ -35,6 +35,12 @@ class PolicyTrial:
     note: str = ""
     """What the forecast assumes besides, or why there is none."""
 
+    @property
+    def is_forecast(self) -> bool:
+        """Whether what it reaches is a forecast, and neither simulated nor unknown."""
+        is_known = self.forecast is not None and self.forecast.reached is not None
+        return is_known and not self.to_the_end
+
     def to_json(self) -> dict[str, Any]:
         """All of it; a duration that is not known is None."""
         found = dataclasses.asdict(self)

@@ -11,6 +11,7 @@ from isthmus_server.plan.policy_trial import PolicyTrial
 from isthmus_server.plan.round_log import kept_mode
 from isthmus_server.plan.what_if import Alternative
 from isthmus_server.read.pages.templates import digits
+from isthmus_server.strategy.learning_curves import COVERED
 
 _ALIKE = 1.01
 """Prices that differ by a smaller factor are no difference."""
@@ -39,6 +40,37 @@ def overlap_of(policies: Sequence[PolicyTrial], metric: str) -> str:
     return (
         f"the forecasts do not tell {best} from {', '.join(alike)}, whose intervals overlap "
         "with its own: a trial of more rounds makes them shorter"
+    )
+
+
+def origin_of(policies: Sequence[PolicyTrial], rounds: int) -> str:
+    """Which values are forecast and which were simulated to the end, sentences.
+
+    Args:
+        policies: with their trials.
+        rounds: most of each trial.
+    """
+    whole = [each.policy for each in policies if each.to_the_end]
+    others = [each.policy for each in policies if each.is_forecast]
+    seeds = max((len(each.seeds) for each in policies), default=0)
+    followed = (
+        f"{rounds} simulated rounds of each policy with {seeds} seeds, and the ranges are "
+        f"{COVERED:.0%} intervals. A forecast knows a round by its regime and by the metric before "
+        "it."
+    )
+    if not whole:
+        return f"Quality is forecast from {followed}"
+    if not others:
+        which = "each policy" if len(whole) == len(policies) else ", ".join(whole)
+        return (
+            f"All rounds of {which} were simulated with {seeds} seeds, and the ranges are those of "
+            "the seeds: nothing is forecast."
+        )
+    is_one = len(whole) == 1
+    return (
+        f"All rounds of {', '.join(whole)} were simulated with {seeds} seeds, and "
+        f"{'its range is that' if is_one else 'their ranges are those'} of the seeds. Quality of "
+        f"{', '.join(others)} is forecast from {followed}"
     )
 
 

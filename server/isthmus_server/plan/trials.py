@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -30,12 +31,14 @@ from isthmus_server.plan.simulated_log import (
 from isthmus_server.plan.timed_rounds import TimedRounds
 from isthmus_server.plan.trial_sentences import (
     lower_of,
+    origin_of,
     overlap_of,
     unequal_of,
     untimed_of,
     untimed_side,
 )
 from isthmus_server.plan.what_if import Alternative, alternative, curves_of, facts_of
+from isthmus_server.read.report.durations import duration
 from isthmus_server.strategy.learning_curves import LEAST_EVALUATED, Interval, LearningCurves
 from isthmus_server.strategy.policy import Kind
 
@@ -55,12 +58,17 @@ class Trials:
     metric: str
     rounds: int
     """Most rounds of each trial."""
+    job_rounds: int
+    """Rounds of the job."""
     policies: Sequence[PolicyTrial]
     unequal: str = ""
     """A sentence that the policies end at unequal prices or rounds, and what makes them equal;
     empty if they are."""
     lower: str = ""
     """Why forecasts begin below what the trials had reached, a sentence; empty if none do."""
+    whole_seconds: float | None = None
+    """What trials of all rounds of these policies would take on this machine, by the time that
+    these have taken; None if all are whole runs."""
     untimed: str = ""
     """A sentence on policies without a known duration, and what gives it; empty without any."""
     steps: str = ""
@@ -102,8 +110,10 @@ class Trials:
         train = train_trial("a trial")
         logs: dict[str, list[RoundLog]] = {}
         failed: dict[str, str] = {}
+        took: dict[str, float] = {}
         with tempfile.TemporaryDirectory(prefix="isthmus-trial-") as scratch:
             for name in dict.fromkeys(names):
+                began = time.perf_counter()
                 try:
                     logs[name] = [
                         simulated_log(train, _seeded(job, name, seed), base, Path(scratch), rounds)
@@ -113,6 +123,7 @@ class Trials:
                     raise  # no other policy has it either
                 except UserError as error:
                     failed[name] = str(error)
+                took[name] = time.perf_counter() - began
         every = [log for each in logs.values() for log in each]
         seen = list(dict.fromkeys(n for log in every for r in log.rounds for n in r.record.metrics))
         shown = shown_metric(job, seen)
@@ -128,9 +139,11 @@ class Trials:
         return cls(
             metric=shown,
             rounds=rounds,
+            job_rounds=job.rounds,
             policies=tried,
             unequal=unequal_of(tried),
             lower=lower_of(tried, job, shown),
+            whole_seconds=_whole_seconds(job, tried, logs, took),
             untimed=untimed_of(tried, job),
             steps=steps,
         )
@@ -138,13 +151,52 @@ class Trials:
     @property
     def sentences(self) -> list[str]:
         """What is to be known to compare the policies."""
-        found = (self.overlap, self.unequal, self.lower, self.untimed, self.steps)
+        found = (self.overlap, self.longer, self.unequal, self.lower, self.untimed, self.steps)
         return [each for each in found if each]
+
+    @property
+    def origin(self) -> str:
+        """Which values are forecast and which were simulated to the end, sentences."""
+        return origin_of(self.policies, self.rounds)
+
+    @property
+    def trained(self) -> str:
+        """What was simulated, a clause."""
+        whole = [each.policy for each in self.policies if each.to_the_end]
+        if len(whole) == sum(bool(each.seeds) for each in self.policies):
+            return "all rounds were simulated here"
+        first = "the first rounds were simulated here"
+        return f"{first}, of {', '.join(whole)} all of them" if whole else first
+
+    @property
+    def heading(self) -> str:
+        """What the values of the policies are, a clause."""
+        whole = [each for each in self.policies if each.to_the_end]
+        others = [each for each in self.policies if each.is_forecast]
+        if whole and not others:
+            how = "all rounds simulated"
+        else:
+            how = f"forecast from {self.rounds} simulated rounds of each policy"
+        if whole and others:
+            how += ", or simulated to the end"
+        return f"{self.metric} at the end of the job, {how}"
 
     @property
     def overlap(self) -> str:
         """Which policies the forecasts cannot tell from the best, a sentence; empty if they can."""
         return overlap_of(self.policies, self.metric)
+
+    @property
+    def longer(self) -> str:
+        """What trials of all rounds would take, a sentence; empty if the forecasts tell enough."""
+        is_open = self.overlap and any(each.is_forecast for each in self.policies)
+        if not is_open or self.whole_seconds is None:
+            return ""
+        return (
+            f"simulating all {self.job_rounds} rounds of these policies would take about "
+            f"{duration(self.whole_seconds)} here, and would need no forecast: --trial "
+            f"{self.job_rounds}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
@@ -152,12 +204,42 @@ class Trials:
             "metric": self.metric,
             "rounds": self.rounds,
             "overlap": self.overlap,
+            "longer": self.longer,
+            "whole_seconds": self.whole_seconds,
             "unequal": self.unequal,
             "lower": self.lower,
             "untimed": self.untimed,
             "steps": self.steps,
             "policies": [each.to_json() for each in self.policies],
         }
+
+
+def _whole_seconds(
+    job: Job,
+    tried: Sequence[PolicyTrial],
+    logs: Mapping[str, Sequence[RoundLog]],
+    took: Mapping[str, float],
+) -> float | None:
+    """Seconds that trials of all rounds would take on this machine; None if these are.
+
+    Args:
+        job: that is planned.
+        tried: what is known of each policy.
+        logs: of its trials.
+        took: seconds of the trials of each policy here.
+    """
+    if all(each.to_the_end for each in tried if each.policy in logs):
+        return None
+    total = 0.0
+    for each in tried:
+        if each.policy not in logs:
+            continue  # its trials failed, and longer ones would, too
+        had = statistics.fmean(len(log.rounds) for log in logs[each.policy])
+        rounds = float(job.rounds)
+        if each.forecast is not None and each.forecast.reached is not None:
+            rounds = statistics.fmean(each.forecast.rounds)
+        total += took[each.policy] * max(rounds / had, 1.0)
+    return total
 
 
 def policies_of(job: Job, regimes: Sequence[Kind], *, datacenter: bool) -> list[str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from isthmus_datacenter.training.profile import count_flops
 from isthmus_server.cli.plan import plan as plan_command
 from isthmus_server.plan.adapters import adapted_task
 from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.page import _large
 from isthmus_server.plan.plan import JobPlan, plan_of
 
 SEQUENTIAL = """
@@ -224,6 +226,20 @@ def test_ranks_that_no_round_uses_are_refused_with_the_policy(job_file):
     assert not changes & {"ranks x 2", "ZeRO 3"}
 
 
+def test_ranks_are_planned_if_a_compared_policy_trains_there(job_file):
+    job = (*FEDERATED, "datacenter.batch_size=4", "rounds=2")
+    names = ("federated", "datacenter")
+    plan = plan_of(job_file, job, PlanOptions(ranks=2, gpu="a100", trial=2, policies=names))
+    assert plan.sides.datacenter.ranks == 2
+    assert plan.time_of_step > 0
+    seconds = {each.policy: each.forecast.seconds for each in plan.trials.policies}
+    assert seconds["datacenter"][0] > 0
+    assert "time of a step" in plan.html()
+    alone = PlanOptions(ranks=2, gpu="a100", trial=2, policies=("federated",))
+    with pytest.raises(UserError, match="trains no rounds there; choose another"):
+        plan_of(job_file, job, alone)
+
+
 def test_ranks_of_the_command_are_those_that_the_policy_needs(job_file):
     job = (*DEVICES, "strategy.policy=hybrid", "datacenter.batch_size=4")
     with pytest.raises(UserError, match=r"datacenter\.ranks=0 starts no datacenter"):
@@ -270,6 +286,15 @@ def test_policies_from_python_are_names(job_file):
     assert PlanOptions.of_values({"policies": "federated"}).policies == ("federated",)
     assert PlanOptions.of_values({"policies": ["a", "b"]}).policies == ("a", "b")
     assert PlanOptions.of_values({"layouts": True, "mbit": None}) == PlanOptions(layouts=True)
+
+
+def test_a_page_has_many_megabytes_as_gigabytes(job_file):
+    plan = plan_of(job_file, (*FEDERATED, "rounds=2000000"), PlanOptions())
+    page = plan.html(now=0.0)
+    assert re.search(r"bytes, [\d.]+( to [\d.]+)? GB", page)
+    assert not re.search(r"\de\+\d", page)
+    assert _large([9_999_000_000, 9_999_600_000]) == "9.999 to 10 GB"
+    assert _large([9_999_000_000]) == "9999 MB"
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_planned(job_file, tmp_path):

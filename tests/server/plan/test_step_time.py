@@ -291,7 +291,13 @@ def test_layouts_without_a_time_are_by_their_peak_and_it_is_said(job_file):
     plan = plan_of(job_file, (), PlanOptions(layouts=True))
     note = "the smallest layout need not be the fastest: name the GPU by --gpu"
     assert any(note in each for each in plan.lines())
-    assert "by the peak of a rank" in plan.html()
+    page = plan.html()
+    assert "by the peak of a rank" in page
+    # They are what was asked for, and come first.
+    assert page.index("<details open><summary>Layouts of the ranks") < page.index("Quality and")
+    assert page.count("Layouts of the ranks") == 1
+    assert "_parallel=1<" not in page.replace(", data_parallel=1", "")
+    assert "zero_stage=0, data parallel only, data_parallel=4" in page
     assert f"T{note[1:]}" in plan.html()
     peaks = [each.layout.peak for each in layout_rows(plan, plan.sides.datacenter)]
     assert peaks == sorted(peaks)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import statistics
 import subprocess
 
 import numpy as np
@@ -109,6 +110,8 @@ def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planne
     assert by_policy["federated"].endswith(", after round 10</td>")
     assert "peak of a rank" in parsed.text
     assert "Layouts of the ranks" in parsed.text
+    assert "<details><summary>Layouts of the ranks" in page
+    assert page.index("Quality and cost by policy") < page.index("Layouts of the ranks")
     assert "What would change it" in parsed.text
     assert "forecast from 6 simulated rounds of each policy with 2 seeds" in parsed.text
     assert "90% intervals" in parsed.text
@@ -116,6 +119,17 @@ def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planne
     assert any("federated, forecast of the end: accuracy" in each for each in titles)
     assert sum("simulated" in each for each in titles) == 4 * 2 * 6
     assert not re.search(r"(src|href)=", page)
+
+
+def test_a_forecast_is_drawn_at_its_cost(planned):
+    plan, page = planned
+    places = {}
+    for place, words in re.findall(r"<circle[^>]*cx=\"([\d.]+)\"[^>]*><title>([^<]*)<", page):
+        cost = float(re.search(r"at cost ([\d.]+)|$", words)[1] or -1)
+        places.setdefault(cost, set()).add(place)
+    ends = [statistics.fmean(each.forecast.price) for each in plan.trials.policies]
+    for cost in ends:
+        assert len(places[cost]) == 1
 
 
 def test_policies_that_the_intervals_do_not_tell_apart_are_named(planned):
@@ -134,6 +148,59 @@ def test_policies_that_the_intervals_do_not_tell_apart_are_named(planned):
         for number, each in enumerate((best, *others))
     ]
     assert dataclasses.replace(plan.trials, policies=apart).overlap == ""
+
+
+def test_what_trials_of_all_rounds_would_take_is_said_where_forecasts_say_little(planned):
+    plan, page = planned
+    said = plan.trials.longer
+    begin, _, end = said.partition(" here, and would need no forecast: ")
+    assert re.fullmatch(
+        r"simulating all 12 rounds of these policies would take about [\d.]+ \w+", begin
+    )
+    assert end == "--trial 12"
+    assert f"  {said}" in plan.lines()
+    assert f"S{said[1:]}." in Page(page).text
+    table = plan.to_json()["quality"]
+    assert table["longer"] == said
+    assert table["whole_seconds"] == plan.trials.whole_seconds > 0
+    assert dataclasses.replace(plan.trials, whole_seconds=240.0).longer.startswith(
+        "simulating all 12 rounds of these policies would take about 4 min here"
+    )
+    # Of a hybrid round the budget pays as many as were trained.
+    hybrid = [each for each in plan.trials.policies if each.to_the_end]
+    assert dataclasses.replace(plan.trials, policies=hybrid).longer == ""
+
+
+def test_trials_of_all_rounds_take_as_much_longer_as_they_have_rounds(planned):
+    plan, _ = planned
+    tried = {each.policy: each for each in plan.trials.policies}
+    took = {"federated": 3.0, "hybrid": 2.0}
+
+    class Log:
+        rounds = range(6)
+
+    def seconds(*names):
+        logs = {name: [Log, Log] for name in names}
+        return trials._whole_seconds(plan.job, [tried[name] for name in names], logs, took)
+
+    # The budget pays for ten federated rounds, and for the six hybrid ones that were trained.
+    assert seconds("federated") == pytest.approx(3.0 * 10 / 6)
+    assert seconds("federated", "hybrid") == pytest.approx(3.0 * 10 / 6 + 2.0)
+    assert seconds("hybrid") is None
+
+
+def test_a_page_with_whole_runs_and_forecasts_says_which_is_which(planned):
+    plan, page = planned
+    first = plan.trials.policies[0]
+    assert plan.trained == "the first rounds were simulated here, of hybrid all of them"
+    assert "a dashed one leads to the forecast" in page
+    assert "All rounds of hybrid were simulated with 2 seeds, and its range is that of" in page
+    assert "Quality of alternate, federated, datacenter is forecast from 6 simulated" in page
+    heading = "forecast from 6 simulated rounds of each policy, or simulated to the end:"
+    assert any(each.endswith(heading) for each in plan.lines())
+    alone = dataclasses.replace(plan.trials, policies=[first])
+    assert alone.origin.startswith("Quality is forecast from 6 simulated rounds of each policy")
+    assert alone.trained == "the first rounds were simulated here"
 
 
 def test_a_forecast_follows_from_its_own_trials_alone(job_file):
@@ -166,6 +233,17 @@ def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
         assert "simulated to the end with 2 seeds" in each.reached
         assert f"    {each.policy:<13} {each.reached}, 4 rounds, cost " in "\n".join(whole.lines())
         assert each.reached in whole.html()
+    assert whole.lines()[0].endswith("; all rounds were simulated here")
+    page = Page(whole.html()).text
+    assert "were simulated with 2 seeds, and the ranges are those of the seeds" in page
+    assert "All lines were simulated" in page
+    for text in ("\n".join(whole.lines()), page):
+        assert "first rounds" not in text
+        assert "forecast from" not in text
+        assert "interval" not in text
+        assert "dashed" not in text
+    assert whole.trials.whole_seconds is None
+    assert whole.trials.longer == ""
 
 
 def test_steps_of_the_one_rank_of_a_trial_are_said(planned, job_file):
@@ -270,6 +348,19 @@ def test_a_forecast_of_what_a_run_keeps_is_no_worse_than_the_trial(job_file):
     assert last.trials.lower.startswith("federated: the intervals have worse values than")
     assert f"  {last.trials.lower}" in last.lines()
     assert "Federated: the intervals have worse values than" in last.html()
+
+
+@pytest.mark.parametrize(("rounds", "end"), [(3, "simulated to the end"), (6, "")])
+def test_a_trial_of_a_run_that_keeps_its_best_model_shows_the_best_values(rounds, end, job_file):
+    options = PlanOptions(trial=3, policies=("federated",))
+    kept = plan_of(job_file, (f"rounds={rounds}", KEPT), options)
+    (tried,) = kept.trials.policies
+    best = [f"{max(point.value for point in points):.4g}" for points in tried.seeds]
+    page = kept.html()
+    assert f"<td>{' and '.join(best)}, best of 3 rounds</td>" in page
+    assert f"{tried.reached}, best of {rounds} rounds</td>" in page
+    assert end in tried.reached
+    assert "after round" not in Page(page).text
 
 
 def test_what_a_run_delivers_is_its_last_model_or_its_best(trained):
