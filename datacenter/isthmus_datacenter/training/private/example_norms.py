@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -49,6 +50,8 @@ _RECOMPUTED = 1e-2
 _NORMALISING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _InstanceNorm)
 """Layers whose gradients do not grow with their inputs."""
 
+_NOT_COMPARED = ("_parameters", STATE_KEY, REGISTRY_KEY)
+"""Attributes of a layer that are others while `fully_shard` computes: its parameters and state."""
 _MOST_INSIDE = 10_000
 """Objects that an attribute of a layer is followed to."""
 _NOT_INSIDE = (bool, int, float, str, bytes, type(None), type, ModuleType, FunctionType)
@@ -285,7 +288,9 @@ class _Layer:
         if self._is_known:
             return {}
         own = {**vars(self.module), **self.module._buffers}
-        return {name: (each, *_inside(each)) for name, each in own.items() if name != "_parameters"}
+        return {
+            name: (each, *_inside(each)) for name, each in own.items() if name not in _NOT_COMPARED
+        }
 
     def check_attributes(self, before: Mapping[str, tuple[object, ...]]) -> None:
         """Refuse a layer that has other attributes than in its call when it is computed again.
@@ -641,12 +646,9 @@ def _inside(value: object) -> tuple[object, ...]:
 
 
 def _items(value: object) -> list[object]:
-    """What a container or an object refers to; a module also by its hooks, but not by parameters.
-
-    These are others while `fully_shard` computes.
-    """
+    """What a container or object refers to; a module also by its hooks, but not by parameters."""
     kept = getattr(value, "__dict__", {})
-    items = [each for name, each in kept.items() if name not in ("_parameters", "_modules")]
+    items = [each for name, each in kept.items() if name not in (*_NOT_COMPARED, "_modules")]
     if isinstance(value, dict):
         items += [*value, *value.values()]
     elif isinstance(value, list | tuple):
