@@ -53,7 +53,7 @@ _NORMALISING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _InstanceNorm)
 _NOT_COMPARED = ("_parameters", STATE_KEY, REGISTRY_KEY)
 """Attributes of a layer that are others while `fully_shard` computes: its parameters and state."""
 _MOST_INSIDE = 10_000
-"""Objects that an attribute of a layer is followed to."""
+"""Objects that an attribute of a layer may refer to, besides plain values: all are compared."""
 _NOT_INSIDE = (bool, int, float, str, bytes, type(None), type, ModuleType, FunctionType)
 """What is not followed: plain values, and code."""
 
@@ -284,13 +284,26 @@ class _Layer:
             raise self._refused("draws random numbers of Python or NumPy")
 
     def attributes(self) -> dict[str, tuple[object, ...]]:
-        """What the layer has besides its parameters, each with what tells that it has changed."""
+        """What the layer has besides its parameters, each with what tells that it has changed.
+
+        Raises:
+            TaskError: it refers to too much to be compared.
+        """
         if self._is_known:
             return {}
         own = {**vars(self.module), **self.module._buffers}
-        return {
-            name: (each, *_inside(each)) for name, each in own.items() if name not in _NOT_COMPARED
-        }
+        found = {}
+        for name, each in own.items():
+            if name in _NOT_COMPARED:
+                continue
+            inside = _inside(each)
+            if inside is None:
+                raise self._refused(
+                    f"refers by its attribute {name!r} to more than {_MOST_INSIDE:,} objects, too "
+                    "many to see whether they change"
+                )
+            found[name] = (each, *inside)
+        return found
 
     def check_attributes(self, before: Mapping[str, tuple[object, ...]]) -> None:
         """Refuse a layer that has other attributes than in its call when it is computed again.
@@ -626,15 +639,20 @@ def refused(name: str, module: nn.Module, why: str) -> TaskError:
     )
 
 
-def _inside(value: object) -> tuple[object, ...]:
-    """What a value refers to, and what that refers to, with the versions of tensors."""
+def _inside(value: object) -> tuple[object, ...] | None:
+    """What a value refers to, and what that refers to, with the versions of tensors.
+
+    None if these are too many.
+    """
     found: list[object] = []
     waiting = [value]
     visited: set[int] = set()
-    while waiting and len(visited) < _MOST_INSIDE:
+    while waiting:
         each = waiting.pop()
         if isinstance(each, _NOT_INSIDE) or id(each) in visited:
             continue
+        if len(visited) == _MOST_INSIDE:
+            return None
         visited.add(id(each))
         if isinstance(each, torch.Tensor):
             found.append(each._version)

@@ -667,6 +667,15 @@ def test_a_loss_that_compares_examples_is_refused():
         ghost_sum(task, task.model(), task.rows(5, seed=1), 0.3)
 
 
+def test_a_layer_that_refers_to_too_much_is_refused():
+    """Whether one of so many objects is set for the time of a call is not found out."""
+    holder = SimpleNamespace(scale=1.0, others=[[number] for number in range(20_000)])
+    model = nn.Sequential(Scaled(holder, lambda holder: holder.scale), nn.Linear(6, 3))
+    data = TensorDataset(torch.rand(4, 6), torch.arange(4) % 3)
+    with pytest.raises(TaskError, match=r"'holder' to more than 10,000 objects, too many to see"):
+        ghost_sum(Table({}), model, data, 0.3)
+
+
 class Spectra(nn.Module):
     """Divides by the largest number of a batch if that is large."""
 
