@@ -280,7 +280,7 @@ def planned_duration(number: int, rounds: int) -> tuple[float, float, bool]:
         with contextlib.closing(Store.open(Path(scratch) / "run")) as store:
             real = read_report(store).rounds[-1].elapsed
         (whole,) = (each for each in timed.figures if each.name == f"all {rounds} rounds")
-        return rounds * timed.mean, real, whole.value <= real <= whole.highest
+        return timed.middle_of_runs, real, whole.value <= real <= whole.highest
 
 
 if __name__ == "__main__":

@@ -89,6 +89,24 @@ def test_the_run_of_the_job_takes_as_long(job_file, tmp_path):
     assert 40 * plan.timed.mean == pytest.approx(real, rel=0.15)
 
 
+def test_a_rare_long_round_is_in_the_range_of_runs_and_not_in_their_median():
+    timed = timed_rounds.TimedRounds(
+        rounds=30, seconds=[*[0.3] * 99, 23.0, *[0.3] * 99, 25.0], delivered=[1.0] * 200
+    )
+    assert timed.middle_of_runs == pytest.approx(30 * 0.3)
+    assert 30 * timed.mean > 1.7 * timed.middle_of_runs
+    (whole,) = (each for each in timed.figures if each.name == "all 30 rounds")
+    assert whole.value <= timed.middle_of_runs
+    assert whole.highest > 30 * 0.3 + 25.0
+
+
+@pytest.mark.parametrize("rounds", [4, 7, 12])
+def test_runs_of_more_rounds_than_were_timed_have_each_of_them_as_often(rounds):
+    timed = timed_rounds.TimedRounds(rounds=rounds, seconds=[1.0, 2.0, 3.0, 4.0])
+    rests = {4: 0.0, 7: 7.5, 12: 0.0}  # of three rounds: 6, 7, 8 and 9 seconds
+    assert timed.middle_of_runs == 10.0 * (rounds // 4) + rests[rounds]
+
+
 def test_lines_json_and_page_have_the_same_figures(job_file):
     done = CliRunner().invoke(plan_command, [str(job_file), "--json"])
     assert done.exit_code == 0, done.output
