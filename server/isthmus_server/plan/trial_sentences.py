@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from isthmus.job import Job
 from isthmus_server.plan.policy_trial import PolicyTrial
 from isthmus_server.plan.round_log import kept_mode
-from isthmus_server.plan.what_if import Alternative
 from isthmus_server.read.pages.templates import digits
 from isthmus_server.strategy.learning_curves import COVERED
 
@@ -20,11 +19,7 @@ _ALIKE = 1.01
 def overlap_of(policies: Sequence[PolicyTrial], metric: str) -> str:
     """Which policies the forecasts cannot tell from the best, a sentence; empty if they can."""
     sign = 1 if metric.endswith("loss") else -1
-    known = [
-        (each.policy, each.forecast.reached)
-        for each in policies
-        if each.forecast is not None and each.forecast.reached is not None
-    ]
+    known = [(each.policy, each.interval) for each in policies if each.interval is not None]
     known.sort(key=lambda each: sign * each[1].median)
     if not known:
         return ""
@@ -79,7 +74,7 @@ def unequal_of(policies: Sequence[PolicyTrial]) -> str:
 
     Empty if they are equal.
     """
-    known = _forecast(policies)
+    known = [each.known for each in policies if each.known is not None]
     prices = [statistics.fmean(each.price) for each in known]
     rounds = [statistics.fmean(each.rounds) for each in known]
     if len(known) < 2:
@@ -119,10 +114,10 @@ def lower_of(policies: Sequence[PolicyTrial], job: Job, metric: str) -> str:
     best, worst = (min, max) if falls else (max, min)
     names = []
     for each in policies:
-        if each.to_the_end or each.forecast is None or each.forecast.reached is None:
+        reached = each.interval
+        if each.to_the_end or reached is None:
             continue
         had = worst(best(point.value for point in seed) for seed in each.seeds if seed)
-        reached = each.forecast.reached
         if reached.high > had if falls else reached.low < had:
             names.append(each.policy)
     if not names:
@@ -153,11 +148,7 @@ def untimed_side(job: Job, regimes: Collection[str]) -> str:
 def untimed_of(policies: Sequence[PolicyTrial], job: Job) -> str:
     """A sentence on policies without a known duration, and what gives it; empty without any."""
     names = [
-        each.policy
-        for each in policies
-        if each.forecast is not None
-        and each.forecast.reached is not None
-        and not any(each.forecast.seconds)
+        each.policy for each in policies if each.known is not None and each.known.seconds is None
     ]
     if not names:
         return ""
@@ -165,11 +156,3 @@ def untimed_of(policies: Sequence[PolicyTrial], job: Job) -> str:
     if not missing:
         return ""
     return f"durations of {', '.join(names)} are not known: give {missing}"
-
-
-def _forecast(policies: Sequence[PolicyTrial]) -> list[Alternative]:
-    return [
-        each.forecast
-        for each in policies
-        if each.forecast is not None and each.forecast.reached is not None
-    ]

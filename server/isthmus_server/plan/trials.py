@@ -37,13 +37,17 @@ from isthmus_server.plan.trial_sentences import (
     untimed_of,
     untimed_side,
 )
-from isthmus_server.plan.what_if import Alternative, alternative, curves_of, facts_of
+from isthmus_server.plan.what_if import (
+    Alternative,
+    alternative,
+    curves_of,
+    facts_of,
+    range_of_seconds,
+)
 from isthmus_server.read.report.durations import duration
 from isthmus_server.strategy.learning_curves import LEAST_EVALUATED, Interval, LearningCurves
 from isthmus_server.strategy.policy import Kind
 
-_LOSS = "loss"
-"""The metric that policies follow unless they are told another."""
 MIXED = 4 / 3
 """Factor on the distance of an interval's ends from its median where the regimes of a trial mix:
 without it, 78 to 88 % of 90 % intervals held in the ten jobs by which it was chosen."""
@@ -236,8 +240,8 @@ def _whole_seconds(
             continue  # its trials failed, and longer ones would, too
         had = statistics.fmean(len(log.rounds) for log in logs[each.policy])
         rounds = float(job.rounds)
-        if each.forecast is not None and each.forecast.reached is not None:
-            rounds = statistics.fmean(each.forecast.rounds)
+        if each.known is not None:
+            rounds = statistics.fmean(each.known.rounds)
         total += took[each.policy] * max(rounds / had, 1.0)
     return total
 
@@ -359,7 +363,7 @@ def _tried(
     facts = _with_durations(facts_of(logs, shown), timed, logs)
     if all(len(log.rounds) < rounds or len(log.rounds) >= job.rounds for log in logs):
         return _whole(job, name, logs, facts, shown)
-    curves = curves_of(logs, [shown, _LOSS] if _LOSS in seen else [shown])
+    curves = curves_of(logs, shown)
     return _forecast(job, name, logs, facts, curves, shown, rounds)
 
 
@@ -379,7 +383,7 @@ def _whole(
         reached=Interval(min(values), statistics.median(values), max(values)),
         rounds=(min(rounds), max(rounds)),
         price=(min(prices), max(prices)),
-        seconds=(min(seconds), max(seconds)),
+        seconds=range_of_seconds(seconds),
     )
     return PolicyTrial(
         policy=name,
@@ -456,7 +460,7 @@ def _known_times(job: Job, logs: Sequence[RoundLog], found: Alternative) -> Alte
     """A forecast without a duration, if that of one of its regimes is not known."""
     regimes = {each.plan.regime for log in logs for each in log.rounds}
     if untimed_side(job, regimes):
-        return dataclasses.replace(found, seconds=(0.0, 0.0))
+        return dataclasses.replace(found, seconds=None)
     return found
 
 
@@ -525,5 +529,5 @@ def _as_before(
         reached=curves.interval(delivered_of(job, shown, path), curves.doubt(kinds)),
         rounds=(len(kinds), len(kinds)),
         price=(price, price),
-        seconds=(seconds, seconds),
+        seconds=range_of_seconds([seconds]),
     )
