@@ -136,9 +136,8 @@ def lower_of(policies: Sequence[PolicyTrial], job: Job, metric: str) -> str:
 def untimed_side(job: Job, regimes: Collection[str]) -> str:
     """Which option says how long rounds of these regimes take, a clause; empty if it is known."""
     section = job.simulation
-    on_devices = section.step_seconds or section.up_mbit or section.down_mbit
     missing = []
-    if not on_devices and set(regimes) - {"datacenter"}:
+    if not section.has_speeds and set(regimes) - {"datacenter"}:
         missing.append("simulation.step_seconds of devices")
     if not section.datacenter_step_seconds and set(regimes) - {"federated"}:
         missing.append("steps of the datacenter by --gpu or simulation.datacenter_step_seconds")
