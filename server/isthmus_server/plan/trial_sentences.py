@@ -90,14 +90,24 @@ def unequal_of(policies: Sequence[PolicyTrial]) -> str:
     if len(parts) == 1 and max(rounds) > min(rounds):
         return f"{found}: they are compared at one price, and not by their rounds"
     each_round = min(price / count for price, count in zip(prices, rounds, strict=True) if count)
-    budget = max(prices)
+    budget = _four_digits_up(max(prices))
     if not each_round:
         return f"{found}: they are not compared at one price, and one of them costs nothing"
     paid = math.floor(budget / each_round * (1 + 1e-9))
     return (
         f"{found}: to compare them at one price, let all spend the same: "
-        f"--set budget={digits(budget)} --set rounds={paid}, as many as the cheapest can pay"
+        f"--set budget={budget:.15g} --set rounds={paid}, as many as the cheapest can pay"
     )
+
+
+def _four_digits_up(price: float) -> float:
+    """The next price with four digits, of which nobody lacks what rounding took.
+
+    >>> _four_digits_up(12345.6), _four_digits_up(40.0), _four_digits_up(0.1 + 0.2)
+    (12350.0, 40.0, 0.3)
+    """
+    unit = 10.0 ** (math.floor(math.log10(price)) - 3) if price > 0 else 1.0
+    return float(f"{math.ceil(price / unit - 1e-9) * unit:.12g}")
 
 
 def lower_of(policies: Sequence[PolicyTrial], job: Job, metric: str) -> str:

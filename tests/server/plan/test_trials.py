@@ -412,6 +412,14 @@ def test_unequal_prices_and_rounds_are_said(planned):
     assert unequal_of((plan.trials.policies[1], only)) == ""
 
 
+def test_a_budget_that_is_said_pays_for_the_dearest_policy(planned):
+    plan, _ = planned
+    _, first, second, _ = plan.trials.policies
+    forecast = dataclasses.replace(first.forecast, price=(12344.4, 12344.4))
+    said = unequal_of((dataclasses.replace(first, forecast=forecast), second))
+    assert "--set budget=12350 " in said
+
+
 def test_a_notebook_can_have_trials(job_file):
     async def asks():
         return isthmus.plan(job_file, trial=3, policies=("federated",), rounds=4)
