@@ -167,7 +167,7 @@ class Trials:
     def trained(self) -> str:
         """What was simulated, a clause."""
         whole = [each.policy for each in self.policies if each.to_the_end]
-        if len(whole) == sum(bool(each.seeds) for each in self.policies):
+        if len(whole) == sum(any(each.seeds) for each in self.policies):
             return "all rounds were simulated here"
         first = "the first rounds were simulated here"
         return f"{first}, of {', '.join(whole)} all of them" if whole else first
@@ -232,12 +232,12 @@ def _whole_seconds(
         logs: of its trials.
         took: seconds of the trials of each policy here.
     """
-    if all(each.to_the_end for each in tried if each.policy in logs):
+    # Longer trials of one that failed would fail, too, and of one without rounds have none.
+    begun = [each for each in tried if any(log.rounds for log in logs.get(each.policy, ()))]
+    if all(each.to_the_end for each in begun):
         return None
     total = 0.0
-    for each in tried:
-        if each.policy not in logs:
-            continue  # its trials failed, and longer ones would, too
+    for each in begun:
         had = statistics.fmean(len(log.rounds) for log in logs[each.policy])
         rounds = float(job.rounds)
         if each.known is not None:
@@ -356,10 +356,11 @@ def _tried(
         rounds: most of each trial.
     """
     points = [_points(log, shown) for log in logs]
-    seen = {key for log in logs for each in log.rounds for key in each.record.metrics}
-    if shown not in seen:
-        why = f"no forecast: no round of its trials was evaluated with {shown}"
-        return PolicyTrial(policy=name, seeds=points, note=why)
+    if not any(points):
+        why = f"no round of its trials has a finite {shown}"
+        if not any(log.rounds for log in logs):
+            why = "the job's limits end it before its first round"
+        return PolicyTrial(policy=name, seeds=points, note=f"no forecast: {why}")
     facts = _with_durations(facts_of(logs, shown), timed, logs)
     if all(len(log.rounds) < rounds or len(log.rounds) >= job.rounds for log in logs):
         return _whole(job, name, logs, facts, shown)

@@ -420,6 +420,32 @@ def test_a_budget_that_is_said_pays_for_the_dearest_policy(planned):
     assert "--set budget=12350 " in said
 
 
+def test_a_policy_that_the_budget_ends_before_its_first_round_is_named(job_file):
+    """A federated round costs 4, and one of the datacenter 2."""
+    options = PlanOptions(trial=3, policies=("federated", "datacenter"))
+    plan = plan_of(job_file, ("budget=3",), options)
+    federated, datacenter = plan.trials.policies
+    assert federated.text == "no forecast: the job's limits end it before its first round"
+    assert federated.text in Page(plan.html()).text
+    assert datacenter.to_the_end
+    assert plan.trials.trained == "all rounds were simulated here"
+    assert plan.trials.whole_seconds is None
+
+
+@pytest.mark.parametrize("rounds", [3, 6])
+def test_a_metric_that_is_no_number_in_any_round_is_named(rounds, write_task, job_file):
+    write_task(
+        """
+        def metrics(self, output, target):
+            return {"score": torch.full((len(target),), float("nan"))}
+        """
+    )
+    options = PlanOptions(trial=3, policies=("federated",))
+    plan = plan_of(job_file, (f"rounds={rounds}",), options)
+    assert plan.trials.policies[0].text == "no forecast: no round of its trials has a finite score"
+    assert plan.trials.policies[0].text in plan.html()
+
+
 def test_a_notebook_can_have_trials(job_file):
     async def asks():
         return isthmus.plan(job_file, trial=3, policies=("federated",), rounds=4)
