@@ -10,6 +10,7 @@ updates it contains, and how often.
 
 from __future__ import annotations
 
+import abc
 import array
 import asyncio
 import dataclasses
@@ -187,7 +188,7 @@ class IdleDevice:
         pass
 
 
-class UpdateSendingUplink(Uplink):
+class UpdateSendingUplink(Uplink, abc.ABC):
     """An uplink whose subclasses say how an update is sent when the server asks for it."""
 
     async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
@@ -196,8 +197,9 @@ class UpdateSendingUplink(Uplink):
         else:
             await super()._take(stream, message)
 
+    @abc.abstractmethod
     async def _send_update(self, stream: Stream, pull: link_pb2.Pull) -> None:
-        raise NotImplementedError
+        """Send the update that the server asks for."""
 
 
 class InstrumentedUplink(UpdateSendingUplink):

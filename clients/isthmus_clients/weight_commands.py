@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from isthmus.identity.membership import default_state
-from isthmus.printable import in_a_line
+from isthmus.printable import counted, in_a_line
 from isthmus_clients.device.weights.store import DIRECTORY, KeptModel, WeightStore
 
 
@@ -98,7 +98,7 @@ def _print(place: WeightStore, found: list[KeptModel], *, as_json: bool) -> None
             whole = f", damaged: {in_a_line(', '.join(each.damaged))}"
         name = in_a_line(each.name)
         click.echo(f"{each.manifest.digest}  {_size(each)}  {name} ({origin}{whole})")
-    click.echo(f"{len(found)} models; {place.used_bytes / 1e6:.1f} MB of files")
+    click.echo(f"{counted(len(found), 'model')}; {place.used_bytes / 1e6:.1f} MB of files")
 
 
 @weights.command()

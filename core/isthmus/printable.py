@@ -31,6 +31,18 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def below_a_second(seconds: float, digits: int) -> str:
+    """Less than a tenth of a second in ms or µs, with so many digits; empty for any other time.
+
+    >>> below_a_second(3.8e-05, 3), below_a_second(0.0999, 3), below_a_second(0.1, 3)
+    ('38 µs', '99.9 ms', '')
+    """
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        if 0 < seconds < 100 / factor:
+            return f"{seconds * factor:.{digits}g} {unit}"
+    return ""
+
+
 def in_lines(text: str) -> str:
     """The text with its line ends, and whatever else is not printable escaped."""
     return "".join(char if char == "\n" else _escaped(char) for char in text)

@@ -225,6 +225,18 @@ class Deployment:
             await coordinator.run()
         return self.reopen(coordinator.store)
 
+    async def run_until_killed_at_merge(self, store):
+        """Run until a round has all sums and its model is made; the store, opened again."""
+        coordinator = Coordinator(RunParts.of(store, self.link))
+
+        def die(spec, results):
+            raise Killed
+
+        coordinator.parts.merger.merge = die
+        with pytest.raises(Killed):
+            await coordinator.run()
+        return self.reopen(store)
+
     def close(self):
         """Close all runs, and have the stand-alone verifier check the transcript of each."""
         for store in self._stores:

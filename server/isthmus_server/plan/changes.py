@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,7 +160,7 @@ def _changes(
     if federated.mode == "rounds":
         share = OVER_SELECTION if federated.over_selection == 1 else 1.0
         changes = {"federated.over_selection": share}
-        invited = math.ceil(share * federated.cohort)
+        invited = federated.model_copy(update={"over_selection": share}).invited
         if 0 < federated.clients < invited:
             changes["federated.clients"] = invited
         yield f"over-selection {share:g}", changes, ranks

@@ -110,10 +110,10 @@ def _is_drawn(trial: PolicyTrial) -> bool:
 
 def _forecast_lines(trial: PolicyTrial, kind: str, metric: str) -> Iterator[Line]:
     """A dashed line from the trials to the forecast, and an upright one for its interval."""
-    forecast = trial.forecast
-    if forecast is None or forecast.reached is None or not _is_drawn(trial):
+    forecast = trial.known
+    reached = trial.interval
+    if forecast is None or reached is None or not _is_drawn(trial):
         return
-    reached = forecast.reached
     cost = statistics.fmean(forecast.price)
     last = [points[-1] for points in trial.seeds if points]
     begun = Point(
@@ -142,19 +142,19 @@ def _legend(trials: Trials) -> Iterator[tuple[str, str]]:
 
 def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
     """Policy, rounds, cost, duration, quality in the trial, and at the end."""
-    forecast = trial.forecast
+    forecast = trial.known
     trials = plan.trials
     mode = None if trials is None else kept_mode(plan.job, trials.metric)
     tried = _tried([points for points in trial.seeds if points], mode)
-    if forecast is None or forecast.reached is None:
+    if forecast is None:
         return (trial.policy, "", "", "", tried, trial.note)
-    took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds))
+    took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds or ()))
     rounds = _range(forecast.rounds)
     return (
         trial.policy,
         f"{rounds} rounds",
         f"{_range(forecast.price)} units",
-        took if any(forecast.seconds) else "not known",
+        took or "not known",
         tried,
         f"{trial.reached}, after round {rounds}"
         if mode is None

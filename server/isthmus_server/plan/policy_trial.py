@@ -8,6 +8,7 @@ from typing import Any
 
 from isthmus_server.plan.what_if import Alternative
 from isthmus_server.read.pages.templates import digits
+from isthmus_server.strategy.learning_curves import Interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,33 +37,39 @@ class PolicyTrial:
     """What the forecast assumes besides, or why there is none."""
 
     @property
+    def interval(self) -> Interval | None:
+        """Where the metric ends; None if nothing is known of it."""
+        return None if self.forecast is None else self.forecast.reached
+
+    @property
+    def known(self) -> Alternative | None:
+        """What it reaches, with its rounds and price; None if nothing is known of it."""
+        return None if self.interval is None else self.forecast
+
+    @property
     def is_forecast(self) -> bool:
         """Whether what it reaches is a forecast, and neither simulated nor unknown."""
-        is_known = self.forecast is not None and self.forecast.reached is not None
-        return is_known and not self.to_the_end
+        return self.interval is not None and not self.to_the_end
 
     def to_json(self) -> dict[str, Any]:
-        """All of it; a duration that is not known is None."""
-        found = dataclasses.asdict(self)
-        if self.forecast is not None and not any(self.forecast.seconds):
-            found["forecast"]["seconds"] = None
-        return found
+        """All of it."""
+        return dataclasses.asdict(self)
 
     @property
     def text(self) -> str:
         """What it reaches, or why that is not known."""
         if self.forecast is None:
             return self.note
-        if not self.to_the_end or self.forecast.reached is None:
+        if not self.to_the_end:
             return self.forecast.text
         return f"{self.reached}, {self.forecast.course}"
 
     @property
     def reached(self) -> str:
         """The metric at the end of the job in words; empty if nothing is known of it."""
-        if self.forecast is None or self.forecast.reached is None:
+        found = self.interval
+        if found is None:
             return ""
-        found = self.forecast.reached
         if not self.to_the_end:
             return f"{digits(found.median)} ({digits(found.low)} to {digits(found.high)})"
         ends = " to ".join(dict.fromkeys(digits(each) for each in (found.low, found.high)))

@@ -87,8 +87,7 @@ class TimedRounds:
         """
         most = ROUNDS if most is None else most
         real_seconds = REAL_SECONDS if real_seconds is None else real_seconds
-        section = job.simulation
-        if not section.step_seconds and section.up_mbit is None and section.down_mbit is None:
+        if not job.simulation.has_speeds:
             return cls(unknown=WHERE_SPEED)
         if model_bytes > MOST_BYTES:
             return cls(

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from isthmus.job import Job
 from isthmus_server.plan.policy_trial import PolicyTrial
 from isthmus_server.plan.round_log import kept_mode
-from isthmus_server.plan.what_if import Alternative
 from isthmus_server.read.pages.templates import digits
 from isthmus_server.strategy.learning_curves import COVERED
 
@@ -20,11 +19,7 @@ _ALIKE = 1.01
 def overlap_of(policies: Sequence[PolicyTrial], metric: str) -> str:
     """Which policies the forecasts cannot tell from the best, a sentence; empty if they can."""
     sign = 1 if metric.endswith("loss") else -1
-    known = [
-        (each.policy, each.forecast.reached)
-        for each in policies
-        if each.forecast is not None and each.forecast.reached is not None
-    ]
+    known = [(each.policy, each.interval) for each in policies if each.interval is not None]
     known.sort(key=lambda each: sign * each[1].median)
     if not known:
         return ""
@@ -79,7 +74,7 @@ def unequal_of(policies: Sequence[PolicyTrial]) -> str:
 
     Empty if they are equal.
     """
-    known = _forecast(policies)
+    known = [each.known for each in policies if each.known is not None]
     prices = [statistics.fmean(each.price) for each in known]
     rounds = [statistics.fmean(each.rounds) for each in known]
     if len(known) < 2:
@@ -95,14 +90,24 @@ def unequal_of(policies: Sequence[PolicyTrial]) -> str:
     if len(parts) == 1 and max(rounds) > min(rounds):
         return f"{found}: they are compared at one price, and not by their rounds"
     each_round = min(price / count for price, count in zip(prices, rounds, strict=True) if count)
-    budget = max(prices)
+    budget = _four_digits_up(max(prices))
     if not each_round:
         return f"{found}: they are not compared at one price, and one of them costs nothing"
     paid = math.floor(budget / each_round * (1 + 1e-9))
     return (
         f"{found}: to compare them at one price, let all spend the same: "
-        f"--set budget={digits(budget)} --set rounds={paid}, as many as the cheapest can pay"
+        f"--set budget={budget:.15g} --set rounds={paid}, as many as the cheapest can pay"
     )
+
+
+def _four_digits_up(price: float) -> float:
+    """The next price with four digits, of which nobody lacks what rounding took.
+
+    >>> _four_digits_up(12345.6), _four_digits_up(40.0), _four_digits_up(0.1 + 0.2)
+    (12350.0, 40.0, 0.3)
+    """
+    unit = 10.0 ** (math.floor(math.log10(price)) - 3) if price > 0 else 1.0
+    return float(f"{math.ceil(price / unit - 1e-9) * unit:.12g}")
 
 
 def lower_of(policies: Sequence[PolicyTrial], job: Job, metric: str) -> str:
@@ -119,10 +124,10 @@ def lower_of(policies: Sequence[PolicyTrial], job: Job, metric: str) -> str:
     best, worst = (min, max) if falls else (max, min)
     names = []
     for each in policies:
-        if each.to_the_end or each.forecast is None or each.forecast.reached is None:
+        reached = each.interval
+        if each.to_the_end or reached is None:
             continue
         had = worst(best(point.value for point in seed) for seed in each.seeds if seed)
-        reached = each.forecast.reached
         if reached.high > had if falls else reached.low < had:
             names.append(each.policy)
     if not names:
@@ -141,9 +146,8 @@ def lower_of(policies: Sequence[PolicyTrial], job: Job, metric: str) -> str:
 def untimed_side(job: Job, regimes: Collection[str]) -> str:
     """Which option says how long rounds of these regimes take, a clause; empty if it is known."""
     section = job.simulation
-    on_devices = section.step_seconds or section.up_mbit or section.down_mbit
     missing = []
-    if not on_devices and set(regimes) - {"datacenter"}:
+    if not section.has_speeds and set(regimes) - {"datacenter"}:
         missing.append("simulation.step_seconds of devices")
     if not section.datacenter_step_seconds and set(regimes) - {"federated"}:
         missing.append("steps of the datacenter by --gpu or simulation.datacenter_step_seconds")
@@ -153,11 +157,7 @@ def untimed_side(job: Job, regimes: Collection[str]) -> str:
 def untimed_of(policies: Sequence[PolicyTrial], job: Job) -> str:
     """A sentence on policies without a known duration, and what gives it; empty without any."""
     names = [
-        each.policy
-        for each in policies
-        if each.forecast is not None
-        and each.forecast.reached is not None
-        and not any(each.forecast.seconds)
+        each.policy for each in policies if each.known is not None and each.known.seconds is None
     ]
     if not names:
         return ""
@@ -165,11 +165,3 @@ def untimed_of(policies: Sequence[PolicyTrial], job: Job) -> str:
     if not missing:
         return ""
     return f"durations of {', '.join(names)} are not known: give {missing}"
-
-
-def _forecast(policies: Sequence[PolicyTrial]) -> list[Alternative]:
-    return [
-        each.forecast
-        for each in policies
-        if each.forecast is not None and each.forecast.reached is not None
-    ]

@@ -37,13 +37,17 @@ from isthmus_server.plan.trial_sentences import (
     untimed_of,
     untimed_side,
 )
-from isthmus_server.plan.what_if import Alternative, alternative, curves_of, facts_of
+from isthmus_server.plan.what_if import (
+    Alternative,
+    alternative,
+    curves_of,
+    facts_of,
+    range_of_seconds,
+)
 from isthmus_server.read.report.durations import duration
 from isthmus_server.strategy.learning_curves import LEAST_EVALUATED, Interval, LearningCurves
 from isthmus_server.strategy.policy import Kind
 
-_LOSS = "loss"
-"""The metric that policies follow unless they are told another."""
 MIXED = 4 / 3
 """Factor on the distance of an interval's ends from its median where the regimes of a trial mix:
 without it, 78 to 88 % of 90 % intervals held in the ten jobs by which it was chosen."""
@@ -163,7 +167,7 @@ class Trials:
     def trained(self) -> str:
         """What was simulated, a clause."""
         whole = [each.policy for each in self.policies if each.to_the_end]
-        if len(whole) == sum(bool(each.seeds) for each in self.policies):
+        if len(whole) == sum(any(each.seeds) for each in self.policies):
             return "all rounds were simulated here"
         first = "the first rounds were simulated here"
         return f"{first}, of {', '.join(whole)} all of them" if whole else first
@@ -228,16 +232,16 @@ def _whole_seconds(
         logs: of its trials.
         took: seconds of the trials of each policy here.
     """
-    if all(each.to_the_end for each in tried if each.policy in logs):
+    # Longer trials of one that failed would fail, too, and of one without rounds have none.
+    begun = [each for each in tried if any(log.rounds for log in logs.get(each.policy, ()))]
+    if all(each.to_the_end for each in begun):
         return None
     total = 0.0
-    for each in tried:
-        if each.policy not in logs:
-            continue  # its trials failed, and longer ones would, too
+    for each in begun:
         had = statistics.fmean(len(log.rounds) for log in logs[each.policy])
         rounds = float(job.rounds)
-        if each.forecast is not None and each.forecast.reached is not None:
-            rounds = statistics.fmean(each.forecast.rounds)
+        if each.known is not None:
+            rounds = statistics.fmean(each.known.rounds)
         total += took[each.policy] * max(rounds / had, 1.0)
     return total
 
@@ -352,14 +356,15 @@ def _tried(
         rounds: most of each trial.
     """
     points = [_points(log, shown) for log in logs]
-    seen = {key for log in logs for each in log.rounds for key in each.record.metrics}
-    if shown not in seen:
-        why = f"no forecast: no round of its trials was evaluated with {shown}"
-        return PolicyTrial(policy=name, seeds=points, note=why)
+    if not any(points):
+        why = f"no round of its trials has a finite {shown}"
+        if not any(log.rounds for log in logs):
+            why = "the job's limits end it before its first round"
+        return PolicyTrial(policy=name, seeds=points, note=f"no forecast: {why}")
     facts = _with_durations(facts_of(logs, shown), timed, logs)
     if all(len(log.rounds) < rounds or len(log.rounds) >= job.rounds for log in logs):
         return _whole(job, name, logs, facts, shown)
-    curves = curves_of(logs, [shown, _LOSS] if _LOSS in seen else [shown])
+    curves = curves_of(logs, shown)
     return _forecast(job, name, logs, facts, curves, shown, rounds)
 
 
@@ -379,7 +384,7 @@ def _whole(
         reached=Interval(min(values), statistics.median(values), max(values)),
         rounds=(min(rounds), max(rounds)),
         price=(min(prices), max(prices)),
-        seconds=(min(seconds), max(seconds)),
+        seconds=range_of_seconds(seconds),
     )
     return PolicyTrial(
         policy=name,
@@ -456,7 +461,7 @@ def _known_times(job: Job, logs: Sequence[RoundLog], found: Alternative) -> Alte
     """A forecast without a duration, if that of one of its regimes is not known."""
     regimes = {each.plan.regime for log in logs for each in log.rounds}
     if untimed_side(job, regimes):
-        return dataclasses.replace(found, seconds=(0.0, 0.0))
+        return dataclasses.replace(found, seconds=None)
     return found
 
 
@@ -525,5 +530,5 @@ def _as_before(
         reached=curves.interval(delivered_of(job, shown, path), curves.doubt(kinds)),
         rounds=(len(kinds), len(kinds)),
         price=(price, price),
-        seconds=(seconds, seconds),
+        seconds=range_of_seconds([seconds]),
     )

@@ -65,7 +65,8 @@ class Alternative:
     rounds: tuple[int, int] = (0, 0)
     """Fewest and most rounds."""
     price: tuple[float, float] = (0.0, 0.0)
-    seconds: tuple[float, float] = (0.0, 0.0)
+    seconds: tuple[float, float] | None = None
+    """Least and most; None if it is not known how long its rounds take."""
     unknown: str = ""
     """Why it cannot be known."""
     missing: str = ""
@@ -106,7 +107,7 @@ class Alternative:
         """Rounds, cost and time of it."""
         return (
             f"{_range(self.rounds)} rounds, cost {_range(self.price)}, "
-            f"{time_in_words(*self.seconds)}"
+            f"{time_in_words(*self.seconds or ())}"
         )
 
     @property
@@ -165,7 +166,7 @@ class WhatIf:
                 f"the run {log.run_id} has no round with held-out metrics, so nothing says what "
                 "another policy would have reached"
             )
-        curves = curves_of([log], [shown, _LOSS] if _LOSS in names else [shown])
+        curves = curves_of([log], shown)
         facts = facts_of([log], shown)
         value = log.delivered(shown)
         if value is None:
@@ -256,14 +257,16 @@ class WhatIf:
         return found
 
 
-def curves_of(logs: Sequence[RoundLog], metrics: Sequence[str]) -> dict[str, LearningCurves]:
-    """The learning curves of metrics, by the rounds of runs of one task.
+def curves_of(logs: Sequence[RoundLog], shown: str) -> dict[str, LearningCurves]:
+    """The learning curves of a metric, by the rounds of runs of one task, and of a loss they have.
 
     Raises:
-        UserError: no round has one of the metrics.
+        UserError: no round has the metric.
     """
     found = {}
-    for name in dict.fromkeys(metrics):
+    losses = [each.record.metrics.get(_LOSS, math.nan) for log in logs for each in log.rounds]
+    has_loss = any(math.isfinite(each) for each in losses)
+    for name in dict.fromkeys([shown, _LOSS] if has_loss else [shown]):
         pieces = [piece for log in logs for piece in log.pieces(name)]
         try:
             found[name] = LearningCurves.of_metric(name, pieces, Inertia.of(logs[0].job.strategy))
@@ -326,8 +329,16 @@ def alternative(
         reached=curves[shown].interval(ends, doubt),
         rounds=(min(rounds), max(rounds)),
         price=(min(price), max(price)),
-        seconds=(min(seconds), max(seconds)),
+        seconds=range_of_seconds(seconds),
     )
+
+
+def range_of_seconds(seconds: Sequence[float]) -> tuple[float, float] | None:
+    """The least and the most of how long runs take; None if that is not known.
+
+    Runs of simulated devices without a speed take 0 seconds.
+    """
+    return (min(seconds), max(seconds)) if any(seconds) else None
 
 
 def _known_well(found: Alternative, curve: LearningCurves) -> Alternative:
@@ -376,8 +387,8 @@ def _rows(alternatives: Sequence[Alternative]) -> list[str]:
 def time_in_words(*ends: float) -> str:
     """The time of a run, or its ends; of simulated devices without a speed it is 0, and not known.
 
-    >>> time_in_words(0.0, 0.0)
-    'time not known'
+    >>> time_in_words(60.0, 240.0), time_in_words(0.0), time_in_words()
+    ('60 s to 4 min', 'time not known', 'time not known')
     """
     if not any(ends):
         return "time not known"

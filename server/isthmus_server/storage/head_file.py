@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 from isthmus.errors import DamagedError
+from isthmus.system.file_lock import is_in_place
 from isthmus.system.private_files import write_private_file
 from isthmus.system.sealed_files import sealed_json, unsealed_json
 
@@ -66,23 +67,28 @@ class HeadFile:
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            write_private_file(self.path, _encoded(seal) * 2)
-            return True
+            return self._written_first(seal)
         try:
             # Another process would overwrite the place that this one has written meanwhile.
             fcntl.flock(file, fcntl.LOCK_EX)
-            if not self._is_there(file):
+            if not is_in_place(file, self.path):
                 return False
             self._write_to(file, seal)
         finally:
             os.close(file)
         return True
 
-    def _is_there(self, file: int) -> bool:
+    def _written_first(self, seal: Seal) -> bool:
+        """Write the first head; returns whether there still was none when it could be written."""
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return os.path.samestat(os.fstat(file), self.path.stat())
-        except FileNotFoundError:
-            return False
+            fcntl.flock(folder, fcntl.LOCK_EX)  # no file to lock is there
+            if self.path.exists():
+                return False
+            write_private_file(self.path, _encoded(seal) * 2)
+        finally:
+            os.close(folder)
+        return True
 
     def _write_to(self, file: int, seal: Seal) -> None:
         try:

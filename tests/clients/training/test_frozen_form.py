@@ -10,18 +10,14 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.clients.training.conftest import train
+from tests.clients.training.started_runs import opening_of
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from isthmus.errors import JobError, TaskError
-from isthmus.job import load_job, parse_job
+from isthmus.job import parse_job
 from isthmus.start.manifest import StartPlace
-from isthmus.task import Participant, load_task
-from isthmus.task.scoring import build_start_model
-from isthmus.tensors.division import divide
-from isthmus.tensors.fingerprint import fingerprint
-from isthmus.transport.requests import fingerprint_messages
-from isthmus.wire import link_pb2
+from isthmus.task import Participant
 from isthmus_clients.training.local_run import DeviceRun
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -96,17 +92,8 @@ def opening(tmp_path):
             save_file(weights, tmp_path / "base.safetensors")
             overrides = ("model.start='base.safetensors'", *overrides)
         (tmp_path / "job.toml").write_text(JOB)
-        job = load_job(tmp_path / "job.toml", overrides)
-        loaded = load_task(job.task.source, job.task.settings, base=tmp_path)
-        model = build_start_model(loaded, job, tmp_path)
-        division = divide(model, job.exchange)
-        return link_pb2.OpenRun(
-            run_id="run",
-            job=job.model_dump_json(),
-            base=str(tmp_path),
-            layout=division.exchanged.header,
-            frozen=fingerprint_messages(fingerprint(model, division.personal.names)),
-        ), division.exchanged.gather(model)
+        work, model, division = opening_of(tmp_path, *overrides)
+        return work, division.exchanged.gather(model)
 
     return opening
 

@@ -4,17 +4,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.clients.training.conftest import train
+from tests.clients.training.started_runs import opening_of
 
 from isthmus.errors import JobError, TaskError
-from isthmus.job import load_job
 from isthmus.task import Participant, load_task
-from isthmus.task.scoring import build_start_model
 from isthmus.task.scoring.frozen_form import ParameterMemory, smaller_types
 from isthmus.task.scoring.int8_linear import Int8Linear, hold_in_int8, quantised
-from isthmus.tensors.division import divide
-from isthmus.tensors.fingerprint import fingerprint
-from isthmus.transport.requests import fingerprint_messages
-from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 
 TASK = """
@@ -104,19 +99,8 @@ def served(tmp_path):
         if spoiling is not None:
             state["base.up.weight"][2, 3] = spoiling
         save_file(state, tmp_path / "base.safetensors")
-        job = load_job(tmp_path / "job.toml", overrides)
-        task = load_task(job.task.source, job.task.settings, base=tmp_path)
-        model = build_start_model(task, job, tmp_path)
-        division = divide(model, job.exchange)
-        personal = division.personal
-        return link_pb2.OpenRun(
-            run_id="run",
-            job=job.model_dump_json(),
-            base=str(tmp_path),
-            layout=division.exchanged.header,
-            frozen=fingerprint_messages(fingerprint(model, personal.names)),
-            personal=personal.header if personal.size else b"",
-        ), model
+        opening, model, _ = opening_of(tmp_path, *overrides)
+        return opening, model
 
     return served
 

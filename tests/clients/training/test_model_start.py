@@ -4,16 +4,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.clients.training.conftest import train
+from tests.clients.training.started_runs import opening_of
 from torch import nn
 
 from isthmus.errors import JobError, TaskError
-from isthmus.job import load_job
-from isthmus.task import Participant, load_task
-from isthmus.task.scoring import build_start_model
-from isthmus.tensors.division import divide
-from isthmus.tensors.fingerprint import fingerprint
-from isthmus.transport.requests import fingerprint_messages
-from isthmus.wire import link_pb2
+from isthmus.task import Participant
 from isthmus_clients.training.local_run import DeviceRun
 
 JOB = """
@@ -36,18 +31,7 @@ def server(write_task, tmp_path):
         torch.manual_seed(9)
         save_file(nn.Linear(4, 3).state_dict(), tmp_path / "weights.safetensors")
         (tmp_path / "job.toml").write_text(JOB)
-        job = load_job(tmp_path / "job.toml", overrides)
-        task = load_task(job.task.source, job.task.settings, base=tmp_path)
-        model = build_start_model(task, job, tmp_path)
-        division = divide(model, job.exchange)
-        opening = link_pb2.OpenRun(
-            run_id="run",
-            job=job.model_dump_json(),
-            base=str(tmp_path),
-            layout=division.exchanged.header,
-            frozen=fingerprint_messages(fingerprint(model, division.personal.names)),
-            personal=division.personal.header if division.personal.size else b"",
-        )
+        opening, model, _ = opening_of(tmp_path, *overrides)
         return opening, model
 
     return server

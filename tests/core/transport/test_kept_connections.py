@@ -1,5 +1,7 @@
 """A kept HTTPS connection: used again, replaced, and never one with something left to read."""
 
+import ssl
+import urllib.error
 import urllib.request
 
 import pytest
@@ -110,3 +112,15 @@ def test_a_proxy_has_connections_of_its_own(source, kept, monkeypatch):
     with pytest.raises(OSError, match="unknown url type"):  # what a handler without an answer is
         through.open("a", SIZE, 0)
     assert asked == ["127.0.0.1:9"]
+
+
+def test_requests_other_than_get_have_connections_of_their_own(web, kept):
+    """One on a kept connection would be sent twice if the server has ended that."""
+    handler = kept_connections.KeepingHandler(ssl.create_default_context(), kept)
+    opener = urllib.request.build_opener(handler)
+    for method, data in (("POST", b"update"), ("HEAD", None)):
+        request = urllib.request.Request(f"{web.address}file", data=data, method=method)
+        # The server of tests has neither.
+        with pytest.raises(urllib.error.HTTPError, match="Unsupported method"):
+            opener.open(request)
+    assert kept.noted == []

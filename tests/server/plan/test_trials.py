@@ -87,7 +87,7 @@ def test_each_policy_has_a_forecast_of_the_end_with_its_cost(planned):
 def test_a_mixture_has_a_longer_interval_than_its_curves(monkeypatch, trained):
     logs = [log_of(trained("alternate", rounds=12))]
     cut = [dataclasses.replace(logs[0], rounds=logs[0].rounds[:8])]
-    parts = ("alternate", cut, facts_of(cut, "accuracy"), curves_of(cut, ["accuracy"]))
+    parts = ("alternate", cut, facts_of(cut, "accuracy"), curves_of(cut, "accuracy"))
     found = trials._forecast(logs[0].job, *parts, "accuracy", 8).forecast.reached
     monkeypatch.setattr(trials, "MIXED", 1)
     before = trials._forecast(logs[0].job, *parts, "accuracy", 8).forecast.reached
@@ -260,7 +260,7 @@ def test_steps_of_the_one_rank_of_a_trial_are_said(planned, job_file):
 def test_a_time_of_nothing_is_not_known(job_file):
     plan = plan_of(job_file, (), PlanOptions(trial=3, policies=("federated",)))
     (tried,) = plan.trials.policies
-    assert tried.forecast.seconds == (0.0, 0.0)
+    assert tried.forecast.seconds is None
     assert tried.to_json()["forecast"]["seconds"] is None
     assert tried.forecast.text.endswith(", time not known")
     assert Trained(value=0.5, rounds=3, price=1.0, seconds=0.0).text.endswith(", time not known")
@@ -387,7 +387,7 @@ def test_a_duration_is_never_nothing_for_a_side_without_one(job_file):
     speeds = ("rounds=6", "simulation.step_seconds=1")
     plan = plan_of(job_file, speeds, PlanOptions(trial=6, policies=names))
     for each in plan.trials.policies:
-        assert each.forecast.seconds == (0.0, 0.0)
+        assert each.forecast.seconds is None
         assert each.text.endswith("time not known")
     assert plan.trials.untimed.startswith("durations of alternate, datacenter are not known: give")
     assert plan.trials.untimed.endswith("by --gpu or simulation.datacenter_step_seconds")
@@ -410,6 +410,40 @@ def test_unequal_prices_and_rounds_are_said(planned):
     assert f"T{said[1:]}" in Page(page).text
     only = dataclasses.replace(plan.trials.policies[1], policy="alike")
     assert unequal_of((plan.trials.policies[1], only)) == ""
+
+
+def test_a_budget_that_is_said_pays_for_the_dearest_policy(planned):
+    plan, _ = planned
+    _, first, second, _ = plan.trials.policies
+    forecast = dataclasses.replace(first.forecast, price=(12344.4, 12344.4))
+    said = unequal_of((dataclasses.replace(first, forecast=forecast), second))
+    assert "--set budget=12350 " in said
+
+
+def test_a_policy_that_the_budget_ends_before_its_first_round_is_named(job_file):
+    """A federated round costs 4, and one of the datacenter 2."""
+    options = PlanOptions(trial=3, policies=("federated", "datacenter"))
+    plan = plan_of(job_file, ("budget=3",), options)
+    federated, datacenter = plan.trials.policies
+    assert federated.text == "no forecast: the job's limits end it before its first round"
+    assert federated.text in Page(plan.html()).text
+    assert datacenter.to_the_end
+    assert plan.trials.trained == "all rounds were simulated here"
+    assert plan.trials.whole_seconds is None
+
+
+@pytest.mark.parametrize("rounds", [3, 6])
+def test_a_metric_that_is_no_number_in_any_round_is_named(rounds, write_task, job_file):
+    write_task(
+        """
+        def metrics(self, output, target):
+            return {"score": torch.full((len(target),), float("nan"))}
+        """
+    )
+    options = PlanOptions(trial=3, policies=("federated",))
+    plan = plan_of(job_file, (f"rounds={rounds}",), options)
+    assert plan.trials.policies[0].text == "no forecast: no round of its trials has a finite score"
+    assert plan.trials.policies[0].text in plan.html()
 
 
 def test_a_notebook_can_have_trials(job_file):

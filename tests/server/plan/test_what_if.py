@@ -68,7 +68,7 @@ def test_the_budget_ends_other_policies_too(trained):
 
 
 def forecast_parts(log):
-    curves = curves_of([log], ["accuracy", "loss"])
+    curves = curves_of([log], "accuracy")
     return facts_of([log], "accuracy"), curves, "accuracy"
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.server.deployment import Killed
 from tests.server.rounds.test_measured_gradients import devices_gradient
 
 from isthmus.errors import JobError
@@ -145,15 +144,7 @@ async def test_a_run_that_was_killed_while_groups_were_unmasked_repeats_the_same
     whole = deployment.create_run("whole", *plans, *SIX, GROUPS)
     final = await Coordinator(RunParts.of(whole, deployment.link)).run()
     store = deployment.create_run("killed", *plans, *SIX, GROUPS)
-    coordinator = Coordinator(RunParts.of(store, deployment.link))
-
-    def die(spec, results):
-        raise Killed
-
-    coordinator.parts.merger.merge = die
-    with pytest.raises(Killed):
-        await coordinator.run()
-    again = deployment.reopen(store)
+    again = await deployment.run_until_killed_at_merge(store)
     unmasked = again.unmaskings.about(again.run_id, 1, None)
     assert {entry.group: "".join(sorted(entry.devices)) for entry in unmasked} == {
         "north": NORTH,

@@ -201,20 +201,12 @@ async def test_a_round_goes_on_without_a_group_that_has_unmasked_and_is_not_all_
     """No device of the others is in another sum than before."""
     connections = await connected(deployment, network, TWELVE)
     store = deployment.create_run("run", *FOUR_GROUPS)
-    coordinator = Coordinator(RunParts.of(store, deployment.link))
-
-    def die(spec, results):
-        raise Killed
-
-    coordinator.parts.merger.merge = die
-    with pytest.raises(Killed):
-        await coordinator.run()
-    unmasked = store.unmaskings.about(store.run_id, 1, None)
+    again = await deployment.run_until_killed_at_merge(store)
+    unmasked = again.unmaskings.about(again.run_id, 1, None)
     groups = {entry.group: set(entry.devices) for entry in unmasked}
     assert len(groups) == 4
     left, devices = groups.popitem()
     vanish(deployment, connections, min(devices))
-    again = deployment.reopen(store)
     await run(again, deployment.link)
     assert devices_by_group(again) == groups
     assert left not in groups
@@ -225,18 +217,11 @@ async def test_too_few_groups_that_are_all_back_name_the_devices_that_are_missin
 ):
     connections = await connected(deployment, network, TWELVE)
     store = deployment.create_run("run", *FOUR_GROUPS, "federated.quorum=10")
-    coordinator = Coordinator(RunParts.of(store, deployment.link))
-
-    def die(spec, results):
-        raise Killed
-
-    coordinator.parts.merger.merge = die
-    with pytest.raises(Killed):
-        await coordinator.run()
-    lost = min(store.unmaskings.entries[-1].devices)
+    again = await deployment.run_until_killed_at_merge(store)
+    lost = min(again.unmaskings.entries[-1].devices)
     vanish(deployment, connections, lost)
     with pytest.raises(Exception, match=f"the quorum is 10; it needs {lost}, or others"):
-        await run(deployment.reopen(store), deployment.link)
+        await run(again, deployment.link)
 
 
 async def test_random_groups_of_a_lottery_are_those_of_their_draw_after_a_restart(deployment):

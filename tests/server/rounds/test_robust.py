@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from tests.server.deployment import Killed
 from tests.server.read.transcript_fields import closed, opened
 
 from isthmus.errors import JobError
@@ -329,15 +328,7 @@ async def test_a_killed_run_repeats_the_same_groups(deployment):
     whole = deployment.create_run("whole", "rounds=1", *ROBUST)
     final = await Coordinator(RunParts.of(whole, deployment.link)).run()
     store = deployment.create_run("killed", "rounds=1", *ROBUST)
-    coordinator = Coordinator(RunParts.of(store, deployment.link))
-
-    def die(spec, results):
-        raise Killed
-
-    coordinator.parts.merger.merge = die
-    with pytest.raises(Killed):
-        await coordinator.run()
-    again = deployment.reopen(store)
+    again = await deployment.run_until_killed_at_merge(store)
     groups = {entry.group for entry in again.unmaskings.about(again.run_id, 1, None)}
     assert groups == {f"random-{n}-of-3" for n in (1, 2, 3)}
     repeated = await Coordinator(RunParts.of(again, deployment.link)).run()

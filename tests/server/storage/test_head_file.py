@@ -8,6 +8,7 @@ import pytest
 
 from isthmus.errors import DamagedError
 from isthmus.system.sealed_files import write_sealed
+from isthmus_server.storage import head_file
 from isthmus_server.storage.head_file import PLACE, HeadFile, Seal
 
 
@@ -141,20 +142,36 @@ def test_no_process_overwrites_the_head_that_another_one_writes(head, monkeypatc
     assert head.read() == seal(4)
 
 
+def test_of_two_processes_that_write_the_first_head_the_newer_one_stays(head, monkeypatch):
+    write = head_file.write_private_file
+    other = threading.Thread(target=HeadFile(head.path).write, args=(seal(4),))
+
+    def write_after_another_writer(path, data):
+        if other.ident is None:
+            other.start()
+            other.join(0.3)
+        write(path, data)
+
+    monkeypatch.setattr(head_file, "write_private_file", write_after_another_writer)
+    head.write(seal(3))
+    other.join()
+    assert head.read() == seal(4)
+
+
 def test_a_file_that_is_replaced_while_a_writer_waits_is_opened_again(head, monkeypatch):
     head.write(seal(1))
     checks = []
-    there = HeadFile._is_there
+    in_place = head_file.is_in_place
 
-    def replaced_at_first(self, file):
+    def replaced_at_first(file, path):
         if not checks:
-            content = self.path.read_bytes()
-            self.path.unlink()
-            self.path.write_bytes(content)
-        checks.append(there(self, file))
+            content = path.read_bytes()
+            path.unlink()
+            path.write_bytes(content)
+        checks.append(in_place(file, path))
         return checks[-1]
 
-    monkeypatch.setattr(HeadFile, "_is_there", replaced_at_first)
+    monkeypatch.setattr(head_file, "is_in_place", replaced_at_first)
     head.write(seal(2))
     assert checks == [False, True]
     assert head.read() == seal(2)

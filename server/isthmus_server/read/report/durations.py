@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from isthmus.printable import below_a_second
+
 
 def duration(seconds: float) -> str:
     """Format a duration in words.
@@ -11,9 +13,8 @@ def duration(seconds: float) -> str:
     >>> duration(3.8e-05), duration(0.0042), duration(0.0999)
     ('38 µs', '4.2 ms', '99.9 ms')
     """
-    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
-        if 0 < seconds < 100 / factor:
-            return f"{seconds * factor:.3g} {unit}"
+    if short := below_a_second(seconds, digits=3):
+        return short
     minutes = seconds / 60
     hours = seconds / 3600
     if 0 < seconds < 10:

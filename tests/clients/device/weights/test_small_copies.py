@@ -15,14 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.clients.training.started_runs import opening_of
 
-from isthmus.job import load_job
-from isthmus.task import load_task
-from isthmus.task.scoring import build_start_model
-from isthmus.tensors.division import divide
-from isthmus.tensors.fingerprint import fingerprint
-from isthmus.transport.requests import fingerprint_messages
-from isthmus.wire import link_pb2
 from isthmus_clients.device.weights.store import WeightStore
 
 WIDTH = 1024
@@ -119,16 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {f"{index}.weight": torch.randn(WIDTH, WIDTH) for index in range(2)}
     save_file(tensors, tmp_path / "base.safetensors")
     (tmp_path / "job.toml").write_text(JOB)
-    job = load_job(tmp_path / "job.toml")
-    task = load_task(job.task.source, job.task.settings, base=tmp_path)
-    model = build_start_model(task, job, tmp_path)
-    work = link_pb2.OpenRun(
-        run_id="run",
-        job=job.model_dump_json(),
-        base=str(tmp_path),
-        layout=divide(model, job.exchange).exchanged.header,
-        frozen=fingerprint_messages(fingerprint(model)),
-    )
+    work, _, _ = opening_of(tmp_path)
     (tmp_path / "work").write_bytes(work.SerializeToString())
     store = WeightStore(tmp_path / "weights")
     manifest = store.add(tmp_path / "base.safetensors").manifest

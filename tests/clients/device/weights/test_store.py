@@ -164,7 +164,7 @@ def test_the_commands_add_list_and_remove(tmp_path, model, manifest):
     assert isthmus("add", str(model)) == f"{manifest.digest}  0.8 MB  {model}\n"
     assert isthmus("list").splitlines() == [
         f"{manifest.digest}  0.8 MB  {model} (added)",
-        "1 models; 0.8 MB of files",
+        "1 model; 0.8 MB of files",
     ]
     assert manifest.digest in isthmus("list", "--json")
     assert isthmus("remove", manifest.digest[:12]) == "removed; 0.8 MB are free now\n"

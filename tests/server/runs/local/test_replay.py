@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from tests.server.deployment import Killed
 
 from isthmus.errors import UserError
 from isthmus_server.rounds.coordinator import Coordinator
@@ -207,15 +206,7 @@ async def test_random_groups_that_a_crash_has_repeated_are_those_of_the_record(
         "federated.robust_minimum=3",
     )
     store = deployment.create_run("recorded", "rounds=1", *robust)
-    coordinator = Coordinator(RunParts.of(store, deployment.link))
-
-    def die(spec, results):
-        raise Killed
-
-    coordinator.parts.merger.merge = die
-    with pytest.raises(Killed):
-        await coordinator.run()
-    store = deployment.reopen(store)
+    store = await deployment.run_until_killed_at_merge(store)
     await Coordinator(RunParts.of(store, deployment.link)).run()
     recording = Recording.of(store)
     (recorded,) = recording.rounds
