@@ -199,7 +199,7 @@ class WeightStore:
         self._make()
         path = self.partial / file.sha256
         with _told(self.directory):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = _opened(path)
         with os.fdopen(handle, "r+b", buffering=0) as opened:
             if self.has(file) or not _locked(opened, wait=wait) or not _is_same(opened, path):
                 yield None
@@ -501,6 +501,19 @@ def _locked(opened: IO[bytes], *, wait: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file that is being fetched, which is made if it is not there.
+
+    A process that was killed within `PartialFile.finish` leaves one that only root could write to.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except PermissionError:
+        path.chmod(0o600)
+        return os.open(path, flags, 0o600)
 
 
 def _is_same(opened: IO[bytes], path: Path) -> bool:

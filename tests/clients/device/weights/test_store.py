@@ -5,6 +5,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,40 @@ def test_a_killed_process_leaves_nothing_that_counts(store, model, manifest):
     assert store.begun(file) == file.size // 2
     assert store.add(model).is_whole
     assert list(store.partial.iterdir()) == []
+
+
+SYNCED = """
+import os, sys
+from pathlib import Path
+from isthmus.start.manifest import ListedFile
+from isthmus_clients.device.weights import store
+if os.geteuid() == 0:  # to whom all files are open
+    os.setgid(65534)
+    os.setuid(65534)
+data = bytes(1000)
+file = ListedFile("model", "model.safetensors", store.hashlib.sha256(data).hexdigest(), len(data))
+def killed(_):
+    os.kill(os.getpid(), 9)
+if sys.argv[2:]:
+    store.os.fsync = killed
+with store.WeightStore(Path(sys.argv[1])).filling(file) as partial:
+    partial.write(data[partial.offset :])
+    assert partial.finish()
+"""
+
+
+def test_a_process_that_is_killed_while_it_syncs_a_file_leaves_one_that_is_finished():
+    # Other users cannot get into the folders of pytest.
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o777)
+        command = [sys.executable, "-c", SYNCED, f"{place}/weights"]
+        assert subprocess.run([*command, "killed"], check=False).returncode == -9
+        again = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert again.stderr == ""
+        store = WeightStore(Path(place, "weights"))
+        assert list(store.partial.iterdir()) == []
+        [whole] = store.files.iterdir()
+        assert store.damage(whole.name) == ""
 
 
 def test_one_process_at_a_time_fills_a_file(store, manifest):
