@@ -48,6 +48,10 @@ class StaticHttps:
         """Whether parts of a file can be asked for; else all of it is sent."""
         self.redirect = ""
         """Where to send clients instead."""
+        self.redirects_at_length = False
+        """Whether 256 MB come with each."""
+        self.redirect_bytes = 0
+        """What was sent with it."""
         self.put: list[tuple[str, str | None]] = []
         """Path and length of each file that was to be put."""
         self.takes: list[int] = []
@@ -90,6 +94,12 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
             if served.redirect:
                 self.send_response(302)
                 self.send_header("Location", served.redirect)
+                if served.redirects_at_length:
+                    self.send_header("Connection", "close")
+                    self.end_headers()
+                    while served.redirect_bytes < 256 << 20:
+                        served.redirect_bytes += self.wfile.write(bytes(1 << 20))
+                    return
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return

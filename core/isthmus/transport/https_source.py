@@ -33,7 +33,8 @@ class HttpsSource:
 
     Guarantees:
       * no redirection leads out of HTTPS, and the certificate of each server is verified;
-      * a stream begins at the wanted byte, or there is none.
+      * a stream begins at the wanted byte, or there is none;
+      * nothing is read of what comes with a redirection or an error.
     """
 
     def __init__(
@@ -174,6 +175,8 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
         if self._allowed is not None and not self._allowed(address):
             stream.close()
             raise OSError("it redirects to an address that the owner does not allow")
+        # Else urllib reads all that comes with it into memory, which may have no end.
+        stream.close()
         return super().redirect_request(request, stream, code, message, headers, address)
 
 
