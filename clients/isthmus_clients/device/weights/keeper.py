@@ -218,7 +218,11 @@ class WeightKeeper:
             if known is None:
                 return None
             manifest = known.manifest
-        places, missing = self.found(manifest, job)
+        try:
+            places, missing = self.found(manifest, job)
+        except StoreUnusable as error:
+            log.warning("%s", error)
+            raise TaskError(error.public) from None
         if missing:
             raise TaskError(
                 f"{missing[0].name} of the model that {job.name!r} starts from is not here; start "

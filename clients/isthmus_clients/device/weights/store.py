@@ -14,6 +14,7 @@ Several devices of one machine may share a store.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -23,6 +24,7 @@ import json
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -42,6 +44,8 @@ PIECE_BYTES = 4 << 20
 """Bytes that are read, hashed or written at a time."""
 _MODE = 0o400
 """Permissions of a whole file."""
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
+"""Errors of a process or a machine that lacks something, which say nothing of a file."""
 
 
 class StoreUnusable(UserError):
@@ -55,6 +59,13 @@ class DiskFull(StoreUnusable):
     """The disk of the store has no room."""
 
     public = "the disk of the store of models is full"
+
+
+class NotReadNow(StoreUnusable):
+    """The store cannot be read now, which says nothing of what is in it."""
+
+    public = "the store of models cannot be read now; see this device's log"
+    """What the server is told instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +103,8 @@ class WeightStore:
         self._views = directory / "views"
         self._seen: dict[str, tuple[tuple[int, ...], str]] = {}
         """State of files when they were read, and what `damage` has said of them, by SHA-256."""
+        self._reading: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
+        """Held while a file is read, so that several jobs do not read it at the same time."""
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -115,7 +128,14 @@ class WeightStore:
 
         All of it is read, once for each state of the file. Permissions that a file of this user
         should not have are corrected.
+
+        Raises:
+            NotReadNow: the machine has no room for one more open file, or no memory.
         """
+        with self._reading[sha256]:
+            return self._damage(sha256)
+
+    def _damage(self, sha256: str) -> str:
         path = self.path(sha256)
         try:
             found = path.lstat()
@@ -136,6 +156,8 @@ class WeightStore:
                 is_same = hash_of(path) == sha256
                 why = "" if is_same else "its bytes have changed since they were verified"
             except OSError as error:
+                if error.errno in _SHORTAGES:
+                    raise NotReadNow(f"{path} cannot be read now: {error.strerror}") from None
                 why = f"it cannot be read: {error.strerror or error}"
         self._seen[sha256] = _state(found), why
         return why
