@@ -163,7 +163,7 @@ class WeightStore:
         return why
 
     def drop(self, sha256: str) -> None:
-        """Delete a file that is damaged; called while its successor is filled.
+        """Delete a file that is damaged; called when the first bytes of its successor are there.
 
         Raises:
             UserError: it cannot be deleted.

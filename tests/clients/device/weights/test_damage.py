@@ -221,13 +221,23 @@ async def test_a_process_without_room_for_open_files_finds_no_damage(
     with no_more_open_files():
         with pytest.raises(NotReadNow, match="cannot be read now: Too many open files"):
             device.store.damage(added.name)
-        with pytest.raises(TaskError, match="^the store of models cannot be read now; see this"):
+        with pytest.raises(TaskError, match=r"^the store of models cannot be read now; see this"):
             keeper.place(job)
         with pytest.raises(UserError, match="cannot be read now"):
             device.store.drop(added.name)
     assert "is damaged" not in caplog.text
     # Nothing was deleted, and what was not known then is asked again.
     assert loaded(await device.get(job, "", pull=pull), manifest)
+
+
+async def test_what_no_source_has_stays_and_is_named_each_time(device, job, manifest, pull, added):
+    flipped(added)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"was damaged in its store; .* has no source: its own"):
+            await device.get(job, NO_LINK)
+    [kept] = device.store.models()
+    assert kept.damaged == ("model.safetensors",)
+    assert added.stat().st_size == manifest.size
 
 
 async def test_what_is_damaged_needs_no_more_room(device, job, manifest, pull, added):
