@@ -22,6 +22,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import threading
@@ -44,6 +45,8 @@ PIECE_BYTES = 4 << 20
 """Bytes that are read, hashed or written at a time."""
 _MODE = 0o400
 """Permissions of a whole file."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+"""The name of a list or of a file."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
 """Errors of a process or a machine that lacks something, which say nothing of a file."""
 
@@ -183,10 +186,14 @@ class WeightStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, those included that are being fetched."""
+        """Bytes of all files, those included that are being fetched.
+
+        Raises:
+            StoreUnusable: it cannot be read.
+        """
         total = 0
         for folder in (self.files, self.partial):
-            with contextlib.suppress(FileNotFoundError):
+            with _told(self.directory), contextlib.suppress(FileNotFoundError):
                 for entry in os.scandir(folder):
                     with contextlib.suppress(FileNotFoundError):  # it was finished meanwhile
                         total += entry.stat(follow_symlinks=False).st_size
@@ -194,11 +201,14 @@ class WeightStore:
 
     @property
     def noted_bytes(self) -> int:
-        """Bytes of the lists of files."""
-        try:
+        """Bytes of the lists of files.
+
+        Raises:
+            StoreUnusable: it cannot be read.
+        """
+        with _told(self.directory), contextlib.suppress(FileNotFoundError):
             return sum(entry.stat().st_size for entry in os.scandir(self._models))
-        except FileNotFoundError:
-            return 0
+        return 0
 
     @property
     def free_bytes(self) -> int:
@@ -285,37 +295,63 @@ class WeightStore:
         return self._read(self._models / digest)
 
     def models(self) -> list[KeptModel]:
-        """All models that are known here, by digest."""
-        try:
+        """All models that are known here, by digest.
+
+        Raises:
+            StoreUnusable: it cannot be read.
+        """
+        return [model for model in self._lists().values() if model is not None]
+
+    def unknown(self) -> list[str]:
+        """The digests of models whose list of files is damaged, or cannot be read.
+
+        Raises:
+            StoreUnusable: it cannot be read.
+        """
+        return [digest for digest, model in self._lists().items() if model is None]
+
+    def _lists(self) -> dict[str, KeptModel | None]:
+        """All models by digest; None for one whose list cannot be read."""
+        names: list[str] = []
+        with _told(self.directory), contextlib.suppress(FileNotFoundError):
             names = sorted(entry.name for entry in os.scandir(self._models))
-        except FileNotFoundError:
-            return []
-        found = [self._read(self._models / name) for name in names if not name.startswith(".")]
-        return [model for model in found if model is not None]
+        return {name: self._read(self._models / name) for name in names if _DIGEST.fullmatch(name)}
 
     def remove(self, digest: str) -> int:
         """Forget a model, and delete the files that no other one has; returns the bytes freed.
 
-        A process that has the files open keeps them.
+        Of a model whose list of files is damaged, those are deleted that no list has. A process
+        that has the files open keeps them.
 
         Raises:
-            UserError: there is no such model, several begin so, or a process fills a file of it.
+            UserError: there is no such model, several begin so, a process fills a file of it, or
+                it is not known which files another one has.
         """
-        found = [each for each in self.models() if each.manifest.digest.startswith(digest)]
+        lists = self._lists()
+        found = [each for each in lists if each.startswith(digest)]
         if len(found) != 1:
             number = "no model" if not found else f"{len(found)} models"
             raise UserError(f"{number} in {self.directory} begin with {digest!r}")
-        gone = found[0].manifest
-        others = [each for each in self.models() if each.manifest.digest != gone.digest]
-        kept = {file.sha256 for model in others for file in model.manifest.files}
-        names = {file.sha256 for file in gone.files} - kept
+        gone = found[0]
+        model = lists.pop(gone)
+        kept: set[str] = set()
+        for other, known in lists.items():
+            if known is None:
+                raise UserError(
+                    f"the list of the files of {other[:16]} in {self.directory} cannot be read, "
+                    f"and some may be files of {gone[:16]} too; add that model again, or remove "
+                    "it first"
+                )
+            kept.update(file.sha256 for file in known.manifest.files)
+        names = self._all_files() if model is None else {f.sha256 for f in model.manifest.files}
+        names -= kept
         freed = 0
         with contextlib.ExitStack() as held:
             for name in names:
                 held.enter_context(self._unfilled(name))
             held.enter_context(_told(self.directory))
-            (self._models / gone.digest).unlink(missing_ok=True)
-            for view in self._views.glob(f"{gone.digest}-*"):
+            (self._models / gone).unlink(missing_ok=True)
+            for view in self._views.glob(f"{gone}-*"):
                 shutil.rmtree(view, ignore_errors=True)
             for name in names:
                 for path in (self.files / name, self.partial / name):
@@ -323,6 +359,14 @@ class WeightStore:
                         freed += path.lstat().st_size
                         path.unlink()
         return freed
+
+    def _all_files(self) -> set[str]:
+        """SHA-256 of all files, those included that are being fetched."""
+        found: set[str] = set()
+        for folder in (self.files, self.partial):
+            with _told(self.directory), contextlib.suppress(FileNotFoundError):
+                found.update(entry.name for entry in os.scandir(folder))
+        return {name for name in found if _DIGEST.fullmatch(name)}
 
     @contextlib.contextmanager
     def _unfilled(self, name: str) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The store of models on a device: what is in it is whole, and stays what it is."""
 
 import dataclasses
+import json
 import shutil
 import stat
 import subprocess
@@ -95,8 +96,47 @@ def test_a_damaged_entry_is_as_if_it_were_not_there(store, model):
     digest = store.add(model).manifest.digest
     (store.directory / "models" / digest).write_text("{")
     assert store.models() == []
+    assert store.unknown() == [digest]
     store.add(model)
     assert store.model(digest).is_whole
+
+
+def test_files_stay_of_which_a_damaged_list_may_be(store, model, tmp_path):
+    adapted = [store.add(adapter(tmp_path / name, name), model).manifest for name in "ab"]
+    lists = store.directory / "models"
+    (lists / adapted[0].digest).write_text("{")
+    of_store = ["--weights", str(store.directory)]
+    listed = CliRunner().invoke(weights, ["list", "--check", *of_store])
+    assert listed.exit_code == 1
+    said = f"{adapted[0].digest}  its list of files is damaged; add the model again, or remove it"
+    assert said in listed.output.splitlines()
+    table = json.loads(CliRunner().invoke(weights, ["list", "--json", *of_store]).output)
+    assert table["unknown"] == [adapted[0].digest]
+    with pytest.raises(UserError, match=f"the list of the files of {adapted[0].digest[:16]} in "):
+        store.remove(adapted[1].digest)
+    assert store.used_bytes == sum(path.stat().st_size for path in store.files.iterdir())
+    # The damaged one can be removed: what no list has goes with it.
+    common = {file.sha256 for file in adapted[0].files} & {file.sha256 for file in adapted[1].files}
+    assert store.remove(adapted[0].digest) > 0
+    assert common
+    assert store.model(adapted[1].digest).is_whole
+    assert store.unknown() == []
+    assert store.remove(adapted[1].digest) > 0
+    assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("place", ["", "models", "files"])
+@pytest.mark.parametrize("command", [["list"], ["list", "--check"], ["remove", "ab"]])
+def test_a_store_that_cannot_be_read_is_a_sentence(tmp_path, place, command):
+    folder = tmp_path / "state" / "weights"
+    (folder / place).parent.mkdir(parents=True)
+    (folder / place).write_text("no folder")
+    found = CliRunner().invoke(weights, [*command, "--state", str(tmp_path / "state")])
+    assert isinstance(found.exception, UserError)
+    said = f"{folder} cannot be used: Not a directory"
+    if place == "files" and command[0] == "remove":
+        said = f"no model in {folder} begin with 'ab'"
+    assert str(found.exception) == said
 
 
 COPY = """
