@@ -38,6 +38,8 @@ class StaticHttps:
         """Seconds between two bytes after `sends`, instead of being cut off."""
         self.drips_answers = False
         """Whether no answer has an end: its first line comes a byte at a time, `slow` apart."""
+        self.drips_chunks = False
+        """Whether it is the line before the first chunk that comes so."""
         self.forgets_next = False
         """Whether the next request on a connection that had one before is never answered."""
         self.closing = threading.Event()
@@ -88,6 +90,8 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
                 return
             if served.drips_answers:
                 self.wfile.write(b"HTTP/1.1 200 ")
+                if served.drips_chunks:
+                    self.wfile.write(b"OK\r\nTransfer-Encoding: chunked\r\n\r\n40000;")
                 while not served.closing.wait(served.slow):
                     self.wfile.write(b"O")
                 return

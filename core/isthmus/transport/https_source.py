@@ -17,6 +17,7 @@ from typing import IO
 
 from isthmus.errors import UserError
 from isthmus.transport.kept_connections import KeepingHandler, KeptConnection
+from isthmus.transport.timely_answers import TimelyHandler
 
 SECONDS = 20.0
 """Limit for a connection, and for each answer and read on it."""
@@ -82,11 +83,7 @@ class HttpsSource:
         self._parts = parts
         self._names = names
         context = context or ssl.create_default_context()
-        opening = (
-            urllib.request.HTTPSHandler(context=context)
-            if kept is None
-            else KeepingHandler(context, kept)
-        )
+        opening = TimelyHandler(context=context) if kept is None else KeepingHandler(context, kept)
         self._opener = urllib.request.build_opener(_OnlyHttps(allowed), opening)
 
     def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
