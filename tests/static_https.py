@@ -38,6 +38,8 @@ class StaticHttps:
         """Seconds between two bytes after `sends`, instead of being cut off."""
         self.drips_answers = False
         """Whether no answer has an end: its first line comes a byte at a time, `slow` apart."""
+        self.drips_chunks = False
+        """Whether it is the line before the first chunk that comes so."""
         self.forgets_next = False
         """Whether the next request on a connection that had one before is never answered."""
         self.closing = threading.Event()
@@ -48,6 +50,10 @@ class StaticHttps:
         """Whether parts of a file can be asked for; else all of it is sent."""
         self.redirect = ""
         """Where to send clients instead."""
+        self.redirects_at_length = False
+        """Whether 256 MB come with each."""
+        self.redirect_bytes = 0
+        """What was sent with it."""
         self.put: list[tuple[str, str | None]] = []
         """Path and length of each file that was to be put."""
         self.takes: list[int] = []
@@ -84,12 +90,20 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
                 return
             if served.drips_answers:
                 self.wfile.write(b"HTTP/1.1 200 ")
+                if served.drips_chunks:
+                    self.wfile.write(b"OK\r\nTransfer-Encoding: chunked\r\n\r\n40000;")
                 while not served.closing.wait(served.slow):
                     self.wfile.write(b"O")
                 return
             if served.redirect:
                 self.send_response(302)
                 self.send_header("Location", served.redirect)
+                if served.redirects_at_length:
+                    self.send_header("Connection", "close")
+                    self.end_headers()
+                    while served.redirect_bytes < 256 << 20:
+                        served.redirect_bytes += self.wfile.write(bytes(1 << 20))
+                    return
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return

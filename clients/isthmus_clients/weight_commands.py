@@ -70,12 +70,15 @@ def list_(state: Path, store: Path | None, *, check: bool, as_json: bool) -> Non
             for file in each.manifest.files:
                 place.damage(file.sha256)
     found = place.models()
-    _print(place, found, as_json=as_json)
-    if check and any(each.damaged for each in found):
+    unknown = place.unknown()
+    _print(place, found, unknown, as_json=as_json)
+    if check and (unknown or any(each.damaged for each in found)):
         raise SystemExit(1)
 
 
-def _print(place: WeightStore, found: list[KeptModel], *, as_json: bool) -> None:
+def _print(
+    place: WeightStore, found: list[KeptModel], unknown: list[str], *, as_json: bool
+) -> None:
     if as_json:
         rows = [
             {
@@ -89,7 +92,8 @@ def _print(place: WeightStore, found: list[KeptModel], *, as_json: bool) -> None
             }
             for each in found
         ]
-        click.echo(json.dumps({"models": rows, "bytes": place.used_bytes}, indent=1))
+        table = {"models": rows, "unknown": unknown, "bytes": place.used_bytes}
+        click.echo(json.dumps(table, indent=1))
         return
     for each in found:
         origin = "added" if each.added else "of a job"
@@ -98,6 +102,8 @@ def _print(place: WeightStore, found: list[KeptModel], *, as_json: bool) -> None
             whole = f", damaged: {in_a_line(', '.join(each.damaged))}"
         name = in_a_line(each.name)
         click.echo(f"{each.manifest.digest}  {_size(each)}  {name} ({origin}{whole})")
+    for digest in unknown:
+        click.echo(f"{digest}  its list of files is damaged; add the model again, or remove it")
     click.echo(f"{counted(len(found), 'model')}; {place.used_bytes / 1e6:.1f} MB of files")
 
 

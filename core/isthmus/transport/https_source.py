@@ -17,6 +17,7 @@ from typing import IO
 
 from isthmus.errors import UserError
 from isthmus.transport.kept_connections import KeepingHandler, KeptConnection
+from isthmus.transport.timely_answers import TimelyHandler
 
 SECONDS = 20.0
 """Limit for a connection, and for each answer and read on it."""
@@ -33,7 +34,8 @@ class HttpsSource:
 
     Guarantees:
       * no redirection leads out of HTTPS, and the certificate of each server is verified;
-      * a stream begins at the wanted byte, or there is none.
+      * a stream begins at the wanted byte, or there is none;
+      * nothing is read of what comes with a redirection or an error.
     """
 
     def __init__(
@@ -81,11 +83,7 @@ class HttpsSource:
         self._parts = parts
         self._names = names
         context = context or ssl.create_default_context()
-        opening = (
-            urllib.request.HTTPSHandler(context=context)
-            if kept is None
-            else KeepingHandler(context, kept)
-        )
+        opening = TimelyHandler(context=context) if kept is None else KeepingHandler(context, kept)
         self._opener = urllib.request.build_opener(_OnlyHttps(allowed), opening)
 
     def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
@@ -174,6 +172,8 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
         if self._allowed is not None and not self._allowed(address):
             stream.close()
             raise OSError("it redirects to an address that the owner does not allow")
+        # Else urllib reads all that comes with it into memory, which may have no end.
+        stream.close()
         return super().redirect_request(request, stream, code, message, headers, address)
 
 

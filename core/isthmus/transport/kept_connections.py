@@ -17,6 +17,8 @@ import urllib.request
 import weakref
 from typing import cast
 
+from isthmus.transport.timely_answers import TimelyAnswer, TimelyConnection, TimelyHandler
+
 KEPT_SECONDS = 60.0
 """Web servers end connections that are idle for longer."""
 
@@ -62,7 +64,7 @@ class KeptConnection:
             before[1].close()
 
 
-class _Answer(http.client.HTTPResponse):
+class _Answer(TimelyAnswer):
     """An answer whose connection is kept, or closed, when it is closed."""
 
     _kept: tuple[KeptConnection, str, http.client.HTTPSConnection] | None = None
@@ -88,7 +90,7 @@ class _Answer(http.client.HTTPResponse):
             connection.close()
 
 
-class KeepingHandler(urllib.request.HTTPSHandler):
+class KeepingHandler(TimelyHandler):
     """Opens HTTPS addresses of an opener on a kept connection, if there is one to the host.
 
     Connections through a proxy, and those of other requests than GET, are not kept.
@@ -120,9 +122,7 @@ class KeepingHandler(urllib.request.HTTPSHandler):
                 if connection.sock is not None:
                     connection.sock.settimeout(request.timeout)
                 return answer
-        connection = http.client.HTTPSConnection(
-            host, timeout=request.timeout, context=self._context_of_kept
-        )
+        connection = TimelyConnection(host, timeout=request.timeout, context=self._context_of_kept)
         connection.response_class = _Answer
         return _asked(connection, request, kept)
 

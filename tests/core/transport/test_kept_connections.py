@@ -101,6 +101,20 @@ def test_a_connection_to_another_host_is_left_alone(source, kept):
     connection.close()
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_nothing_is_read_of_what_comes_with_a_redirection(web, kept, keeps):
+    web.redirect = f"{web.address}file"
+    web.redirects_at_length = True
+    name = web.address.removeprefix("https:") + "other"
+    source = HttpsSource(name, {"a": "other"}, kept=kept if keeps else None)
+    # It leads to another one, until there were too many.
+    with pytest.raises(OSError, match="would lead to an infinite loop"):
+        source.open("a", SIZE, 0)
+    # Less than what fits into the buffers between both.
+    assert web.redirect_bytes < 64 << 20
+    assert kept.noted == []
+
+
 def test_a_proxy_has_connections_of_its_own(source, kept, monkeypatch):
     asked = []
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")

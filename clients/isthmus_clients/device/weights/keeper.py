@@ -218,7 +218,11 @@ class WeightKeeper:
             if known is None:
                 return None
             manifest = known.manifest
-        places, missing = self.found(manifest, job)
+        try:
+            places, missing = self.found(manifest, job)
+        except StoreUnusable as error:
+            log.warning("%s", error)
+            raise TaskError(error.public) from None
         if missing:
             raise TaskError(
                 f"{missing[0].name} of the model that {job.name!r} starts from is not here; start "
@@ -452,7 +456,6 @@ class _Fetching:
             with self._store.filling(file) as partial:
                 if partial is not None:
                     with self._turn(file):
-                        self._store.drop(file.sha256)
                         self._fill(file, partial)
                     return
             self._wait(min(1.0, self._keeper.look_seconds), file)  # another process fetches it
@@ -552,6 +555,8 @@ class _Fetching:
                 return
             if len(data) > wanted:
                 raise OSError(f"it gave {len(data)} bytes where {wanted} were wanted")
+            # Not before: what no source has stays in the store, and is named there as damaged.
+            self._store.drop(file.sha256)
             partial.write(data)
             self._report(file, partial.offset)
             self._received(source, len(data))

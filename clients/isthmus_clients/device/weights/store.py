@@ -14,6 +14,7 @@ Several devices of one machine may share a store.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -21,8 +22,10 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -42,6 +45,10 @@ PIECE_BYTES = 4 << 20
 """Bytes that are read, hashed or written at a time."""
 _MODE = 0o400
 """Permissions of a whole file."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+"""The name of a list or of a file."""
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
+"""Errors of a process or a machine that lacks something, which say nothing of a file."""
 
 
 class StoreUnusable(UserError):
@@ -55,6 +62,13 @@ class DiskFull(StoreUnusable):
     """The disk of the store has no room."""
 
     public = "the disk of the store of models is full"
+
+
+class NotReadNow(StoreUnusable):
+    """The store cannot be read now, which says nothing of what is in it."""
+
+    public = "the store of models cannot be read now; see this device's log"
+    """What the server is told instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +106,8 @@ class WeightStore:
         self._views = directory / "views"
         self._seen: dict[str, tuple[tuple[int, ...], str]] = {}
         """State of files when they were read, and what `damage` has said of them, by SHA-256."""
+        self._reading: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
+        """Held while a file is read, so that several jobs do not read it at the same time."""
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -115,7 +131,14 @@ class WeightStore:
 
         All of it is read, once for each state of the file. Permissions that a file of this user
         should not have are corrected.
+
+        Raises:
+            NotReadNow: the machine has no room for one more open file, or no memory.
         """
+        with self._reading[sha256]:
+            return self._damage(sha256)
+
+    def _damage(self, sha256: str) -> str:
         path = self.path(sha256)
         try:
             found = path.lstat()
@@ -136,12 +159,14 @@ class WeightStore:
                 is_same = hash_of(path) == sha256
                 why = "" if is_same else "its bytes have changed since they were verified"
             except OSError as error:
+                if error.errno in _SHORTAGES:
+                    raise NotReadNow(f"{path} cannot be read now: {error.strerror}") from None
                 why = f"it cannot be read: {error.strerror or error}"
         self._seen[sha256] = _state(found), why
         return why
 
     def drop(self, sha256: str) -> None:
-        """Delete a file that is damaged; called while its successor is filled.
+        """Delete a file that is damaged; called when the first bytes of its successor are there.
 
         Raises:
             UserError: it cannot be deleted.
@@ -161,10 +186,14 @@ class WeightStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, those included that are being fetched."""
+        """Bytes of all files, those included that are being fetched.
+
+        Raises:
+            StoreUnusable: it cannot be read.
+        """
         total = 0
         for folder in (self.files, self.partial):
-            with contextlib.suppress(FileNotFoundError):
+            with _told(self.directory), contextlib.suppress(FileNotFoundError):
                 for entry in os.scandir(folder):
                     with contextlib.suppress(FileNotFoundError):  # it was finished meanwhile
                         total += entry.stat(follow_symlinks=False).st_size
@@ -172,11 +201,14 @@ class WeightStore:
 
     @property
     def noted_bytes(self) -> int:
-        """Bytes of the lists of files."""
-        try:
+        """Bytes of the lists of files.
+
+        Raises:
+            StoreUnusable: it cannot be read.
+        """
+        with _told(self.directory), contextlib.suppress(FileNotFoundError):
             return sum(entry.stat().st_size for entry in os.scandir(self._models))
-        except FileNotFoundError:
-            return 0
+        return 0
 
     @property
     def free_bytes(self) -> int:
@@ -199,7 +231,7 @@ class WeightStore:
         self._make()
         path = self.partial / file.sha256
         with _told(self.directory):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            handle = _opened(path)
         with os.fdopen(handle, "r+b", buffering=0) as opened:
             if self.has(file) or not _locked(opened, wait=wait) or not _is_same(opened, path):
                 yield None
@@ -263,37 +295,63 @@ class WeightStore:
         return self._read(self._models / digest)
 
     def models(self) -> list[KeptModel]:
-        """All models that are known here, by digest."""
-        try:
+        """All models that are known here, by digest.
+
+        Raises:
+            StoreUnusable: it cannot be read.
+        """
+        return [model for model in self._lists().values() if model is not None]
+
+    def unknown(self) -> list[str]:
+        """The digests of models whose list of files is damaged, or cannot be read.
+
+        Raises:
+            StoreUnusable: it cannot be read.
+        """
+        return [digest for digest, model in self._lists().items() if model is None]
+
+    def _lists(self) -> dict[str, KeptModel | None]:
+        """All models by digest; None for one whose list cannot be read."""
+        names: list[str] = []
+        with _told(self.directory), contextlib.suppress(FileNotFoundError):
             names = sorted(entry.name for entry in os.scandir(self._models))
-        except FileNotFoundError:
-            return []
-        found = [self._read(self._models / name) for name in names if not name.startswith(".")]
-        return [model for model in found if model is not None]
+        return {name: self._read(self._models / name) for name in names if _DIGEST.fullmatch(name)}
 
     def remove(self, digest: str) -> int:
         """Forget a model, and delete the files that no other one has; returns the bytes freed.
 
-        A process that has the files open keeps them.
+        Of a model whose list of files is damaged, those are deleted that no list has. A process
+        that has the files open keeps them.
 
         Raises:
-            UserError: there is no such model, several begin so, or a process fills a file of it.
+            UserError: there is no such model, several begin so, a process fills a file of it, or
+                it is not known which files another one has.
         """
-        found = [each for each in self.models() if each.manifest.digest.startswith(digest)]
+        lists = self._lists()
+        found = [each for each in lists if each.startswith(digest)]
         if len(found) != 1:
             number = "no model" if not found else f"{len(found)} models"
             raise UserError(f"{number} in {self.directory} begin with {digest!r}")
-        gone = found[0].manifest
-        others = [each for each in self.models() if each.manifest.digest != gone.digest]
-        kept = {file.sha256 for model in others for file in model.manifest.files}
-        names = {file.sha256 for file in gone.files} - kept
+        gone = found[0]
+        model = lists.pop(gone)
+        kept: set[str] = set()
+        for other, known in lists.items():
+            if known is None:
+                raise UserError(
+                    f"the list of the files of {other[:16]} in {self.directory} cannot be read, "
+                    f"and some may be files of {gone[:16]} too; add that model again, or remove "
+                    "it first"
+                )
+            kept.update(file.sha256 for file in known.manifest.files)
+        names = self._all_files() if model is None else {f.sha256 for f in model.manifest.files}
+        names -= kept
         freed = 0
         with contextlib.ExitStack() as held:
             for name in names:
                 held.enter_context(self._unfilled(name))
             held.enter_context(_told(self.directory))
-            (self._models / gone.digest).unlink(missing_ok=True)
-            for view in self._views.glob(f"{gone.digest}-*"):
+            (self._models / gone).unlink(missing_ok=True)
+            for view in self._views.glob(f"{gone}-*"):
                 shutil.rmtree(view, ignore_errors=True)
             for name in names:
                 for path in (self.files / name, self.partial / name):
@@ -301,6 +359,14 @@ class WeightStore:
                         freed += path.lstat().st_size
                         path.unlink()
         return freed
+
+    def _all_files(self) -> set[str]:
+        """SHA-256 of all files, those included that are being fetched."""
+        found: set[str] = set()
+        for folder in (self.files, self.partial):
+            with _told(self.directory), contextlib.suppress(FileNotFoundError):
+                found.update(entry.name for entry in os.scandir(folder))
+        return {name for name in found if _DIGEST.fullmatch(name)}
 
     @contextlib.contextmanager
     def _unfilled(self, name: str) -> Iterator[None]:
@@ -501,6 +567,19 @@ def _locked(opened: IO[bytes], *, wait: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file that is being fetched, which is made if it is not there.
+
+    A process that was killed within `PartialFile.finish` leaves one that only root could write to.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except PermissionError:
+        path.chmod(0o600)
+        return os.open(path, flags, 0o600)
 
 
 def _is_same(opened: IO[bytes], path: Path) -> bool:

@@ -9,6 +9,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import UserError
 from isthmus.system.sealed_files import read_sealed
+from isthmus.transport import timely_answers
 from isthmus.transport.https_source import HttpsSource
 from isthmus_clients.device.weights import keeper as keeper_module
 
@@ -31,6 +32,20 @@ async def test_a_source_that_trickles_is_left(device, job, manifest, mirror, pul
     async with asyncio.timeout(30):
         assert loaded(await device.get(job, limits, pull=pull), manifest)
     assert len(mirror.asked) == 1
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+async def test_a_source_whose_answer_trickles_is_left(
+    device, job, manifest, mirror, pull, monkeypatch, in_chunks
+):
+    monkeypatch.setattr(timely_answers, "LINES_SECONDS", 0.2)
+    mirror.drips_answers = True
+    mirror.drips_chunks = in_chunks
+    mirror.slow = 0.01
+    limits = LINK + f"[weights]\nsources = ['{mirror.address}']\n"
+    async with asyncio.timeout(30):
+        assert loaded(await device.get(job, limits, pull=pull), manifest)
+    assert len(mirror.asked) == 3
 
 
 async def test_bytes_before_the_wanted_one_are_counted_and_paced(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +24,7 @@ from isthmus.errors import AdmissionRefused, TaskError, UserError
 from isthmus.job import load_job
 from isthmus.start.files import StartFiles
 from isthmus.start.manifest import ListedFile, StartManifest
-from isthmus_clients.device.weights.store import WeightStore
+from isthmus_clients.device.weights.store import NotReadNow, WeightStore
 from isthmus_clients.weight_commands import weights
 
 OTHER_USER = 65534
@@ -178,6 +182,64 @@ async def test_a_file_is_read_once_for_each_state(device, job, pull, added, monk
     assert read == [added]
 
 
+async def test_requests_at_the_same_time_read_a_file_once(device, job, pull, added, monkeypatch):
+    from isthmus_clients.device.weights import store as store_module
+
+    read = []
+    real = store_module.hash_of
+
+    def slow(path):
+        read.append(path)
+        time.sleep(0.3)
+        return real(path)
+
+    monkeypatch.setattr(store_module, "hash_of", slow)
+    await asyncio.gather(*(device.get(job, "", pull=pull) for _ in range(3)))
+    assert read == [added]
+
+
+@contextlib.contextmanager
+def no_more_open_files():
+    """Within it this process can open no file."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.open("/", os.O_RDONLY)
+    os.close(taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_a_process_without_room_for_open_files_finds_no_damage(
+    device, job, manifest, pull, added, caplog
+):
+    await device.get(job, "", pull=pull)
+    device.store = WeightStore(device.store.directory)
+    keeper = device.keeper()
+    keeper.note(manifest, job)
+    with no_more_open_files():
+        with pytest.raises(NotReadNow, match="cannot be read now: Too many open files"):
+            device.store.damage(added.name)
+        with pytest.raises(TaskError, match=r"^the store of models cannot be read now; see this"):
+            keeper.place(job)
+        with pytest.raises(UserError, match="cannot be read now"):
+            device.store.drop(added.name)
+    assert "is damaged" not in caplog.text
+    # Nothing was deleted, and what was not known then is asked again.
+    assert loaded(await device.get(job, "", pull=pull), manifest)
+
+
+async def test_what_no_source_has_stays_and_is_named_each_time(device, job, manifest, pull, added):
+    flipped(added)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"was damaged in its store; .* has no source: its own"):
+            await device.get(job, NO_LINK)
+    [kept] = device.store.models()
+    assert kept.damaged == ("model.safetensors",)
+    assert added.stat().st_size == manifest.size
+
+
 async def test_what_is_damaged_needs_no_more_room(device, job, manifest, pull, added):
     """The owner's limit has room for one such file."""
     flipped(added)
@@ -229,7 +291,7 @@ async def test_of_several_files_the_damaged_ones_are_fetched(device, tmp_path, c
 PERMISSIONS = """
 import os, sys
 from pathlib import Path
-from isthmus_clients.device.weights.store import WeightStore
+from isthmus_clients.device.weights.store import NotReadNow, WeightStore
 os.setgid(int(sys.argv[2]))
 os.setuid(int(sys.argv[2]))
 store = WeightStore(Path(sys.argv[1]))

@@ -1,10 +1,12 @@
 """The store of models on a device: what is in it is whole, and stays what it is."""
 
 import dataclasses
+import json
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -94,8 +96,47 @@ def test_a_damaged_entry_is_as_if_it_were_not_there(store, model):
     digest = store.add(model).manifest.digest
     (store.directory / "models" / digest).write_text("{")
     assert store.models() == []
+    assert store.unknown() == [digest]
     store.add(model)
     assert store.model(digest).is_whole
+
+
+def test_files_stay_of_which_a_damaged_list_may_be(store, model, tmp_path):
+    adapted = [store.add(adapter(tmp_path / name, name), model).manifest for name in "ab"]
+    lists = store.directory / "models"
+    (lists / adapted[0].digest).write_text("{")
+    of_store = ["--weights", str(store.directory)]
+    listed = CliRunner().invoke(weights, ["list", "--check", *of_store])
+    assert listed.exit_code == 1
+    said = f"{adapted[0].digest}  its list of files is damaged; add the model again, or remove it"
+    assert said in listed.output.splitlines()
+    table = json.loads(CliRunner().invoke(weights, ["list", "--json", *of_store]).output)
+    assert table["unknown"] == [adapted[0].digest]
+    with pytest.raises(UserError, match=f"the list of the files of {adapted[0].digest[:16]} in "):
+        store.remove(adapted[1].digest)
+    assert store.used_bytes == sum(path.stat().st_size for path in store.files.iterdir())
+    # The damaged one can be removed: what no list has goes with it.
+    common = {file.sha256 for file in adapted[0].files} & {file.sha256 for file in adapted[1].files}
+    assert store.remove(adapted[0].digest) > 0
+    assert common
+    assert store.model(adapted[1].digest).is_whole
+    assert store.unknown() == []
+    assert store.remove(adapted[1].digest) > 0
+    assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("place", ["", "models", "files"])
+@pytest.mark.parametrize("command", [["list"], ["list", "--check"], ["remove", "ab"]])
+def test_a_store_that_cannot_be_read_is_a_sentence(tmp_path, place, command):
+    folder = tmp_path / "state" / "weights"
+    (folder / place).parent.mkdir(parents=True)
+    (folder / place).write_text("no folder")
+    found = CliRunner().invoke(weights, [*command, "--state", str(tmp_path / "state")])
+    assert isinstance(found.exception, UserError)
+    said = f"{folder} cannot be used: Not a directory"
+    if place == "files" and command[0] == "remove":
+        said = f"no model in {folder} begin with 'ab'"
+    assert str(found.exception) == said
 
 
 COPY = """
@@ -121,6 +162,40 @@ def test_a_killed_process_leaves_nothing_that_counts(store, model, manifest):
     assert store.begun(file) == file.size // 2
     assert store.add(model).is_whole
     assert list(store.partial.iterdir()) == []
+
+
+SYNCED = """
+import os, sys
+from pathlib import Path
+from isthmus.start.manifest import ListedFile
+from isthmus_clients.device.weights import store
+if os.geteuid() == 0:  # to whom all files are open
+    os.setgid(65534)
+    os.setuid(65534)
+data = bytes(1000)
+file = ListedFile("model", "model.safetensors", store.hashlib.sha256(data).hexdigest(), len(data))
+def killed(_):
+    os.kill(os.getpid(), 9)
+if sys.argv[2:]:
+    store.os.fsync = killed
+with store.WeightStore(Path(sys.argv[1])).filling(file) as partial:
+    partial.write(data[partial.offset :])
+    assert partial.finish()
+"""
+
+
+def test_a_process_that_is_killed_while_it_syncs_a_file_leaves_one_that_is_finished():
+    # Other users cannot get into the folders of pytest.
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o777)
+        command = [sys.executable, "-c", SYNCED, f"{place}/weights"]
+        assert subprocess.run([*command, "killed"], check=False).returncode == -9
+        again = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert again.stderr == ""
+        store = WeightStore(Path(place, "weights"))
+        assert list(store.partial.iterdir()) == []
+        [whole] = store.files.iterdir()
+        assert store.damage(whole.name) == ""
 
 
 def test_one_process_at_a_time_fills_a_file(store, manifest):
