@@ -8,6 +8,7 @@ and in some steps examples are computed again after others (`Reference`).
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -239,12 +240,14 @@ class ExampleGradients:
         trained = parameters or {name: each.detach() for name, each in self.trained().items()}
         places = _places(self._called, self.trained())
 
-        def loss(parameters: Mapping[str, torch.Tensor], *rows: torch.Tensor) -> Any:
+        def loss(
+            parameters: Mapping[str, torch.Tensor], *rows: torch.Tensor, backward: Any = None
+        ) -> Any:
             inputs, target = pair_of(self._task, group.batch_of(rows))
             swapped = {place: parameters[name] for place, name in places.items()}
             with _WithoutAssignedData():
                 output, mean = functional_call(
-                    self._called, swapped, (inputs, target), tie_weights=False
+                    self._called, swapped, (inputs, target, backward), tie_weights=False
                 )
             outputs = [each.detach() for each in tensors_of(output)] if with_outputs else []
             return mean, (mean, outputs)
@@ -276,7 +279,8 @@ class ExampleGradients:
 
         Some models `torch.func.vmap` cannot compute, such as an `nn.GRU`, or one that looks at its
         values, as those of `transformers` look at an attention mask. Their examples are computed
-        one after the other. The first call decides: results have other bits then.
+        one after the other. The first call decides: results have other bits then. So it decides
+        nothing when it fails for lack of memory, of which there may be more the next time.
 
         Args:
             together: computes several examples.
@@ -291,7 +295,7 @@ class ExampleGradients:
             except (RuntimeError, TaskError) as error:
                 # A TaskError of loss() or inputs_and_target() has the task's own as its cause.
                 cause = error if isinstance(error, RuntimeError) else error.__cause__
-                if not isinstance(cause, RuntimeError):
+                if not isinstance(cause, RuntimeError) or _lacks_memory(cause):
                     raise
                 generators.restore()
                 try:
@@ -402,18 +406,14 @@ def _one_after_the_other(
     By passes as in plain training: `grad` cannot compute all models either, such as one that
     computes activations again in the backward pass.
     """
-    found = []
+    found: list[Sequence[torch.Tensor | None]] = []
     losses = []
     outputs = []
     for index in range(len(rows[0])):
         leaves = {name: each.detach().requires_grad_() for name, each in trained.items()}
-        value, (_, output) = loss(leaves, *(each[index] for each in rows))
-        gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
-        if value.requires_grad:
-            # The graph is kept for `ExampleGradients._check_swapped`.
-            every = list(leaves.values())
-            gradients = torch.autograd.grad(value, every, retain_graph=True, allow_unused=True)
-        found.append(gradients)
+        # While the model has these parameters: it may compute activations again with them.
+        backward = functools.partial(_add_gradients, found, list(leaves.values()))
+        value, (_, output) = loss(leaves, *(each[index] for each in rows), backward=backward)
         losses.append(value)
         outputs.append(output)
     stacked = {
@@ -422,6 +422,21 @@ def _one_after_the_other(
     }
     columns = zip(*outputs, strict=True)
     return stacked, (torch.stack(losses), [torch.stack(column) for column in columns])
+
+
+def _lacks_memory(error: RuntimeError) -> bool:
+    # PyTorch has no class of its own for lack of the processor's memory.
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _add_gradients(
+    found: list[Sequence[torch.Tensor | None]], leaves: Sequence[torch.Tensor], loss: torch.Tensor
+) -> None:
+    gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
+    if loss.requires_grad:
+        # The graph is kept for `ExampleGradients._check_swapped`.
+        gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    found.append(gradients)
 
 
 def rows_of(tensors: torch.Tensor) -> torch.Tensor:
@@ -467,9 +482,14 @@ class _CalledWithInputs(nn.Module):
         self.task = task
         self.model = model
 
-    def forward(self, inputs: Any, target: Any) -> tuple[Any, torch.Tensor]:
+    def forward(
+        self, inputs: Any, target: Any, backward: Callable[[torch.Tensor], None] | None
+    ) -> tuple[Any, torch.Tensor]:
         output = self.task.forward(self.model, inputs)
-        return output, losses_of(self.task, output, target).mean()
+        loss = losses_of(self.task, output, target).mean()
+        if backward is not None:
+            backward(loss)
+        return output, loss
 
 
 class _WithoutAssignedData(TorchFunctionMode):

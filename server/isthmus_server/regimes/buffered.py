@@ -184,13 +184,25 @@ class BufferAttempt:
         self._secure: SecureAggregationAttempt | RangedAttempt | None = None
         self._summed: dict[str, LocalTraining] = {}
         """The devices whose updates are summed securely."""
+        # A sum that is repeated is that of the same devices.
+        exact = len(spec.cohort) if spec.exact else None
+        self._full = exact or spec.settings.cohort
+        """Number of updates in a full buffer."""
+        self._needed = exact or spec.settings.needed
+        """Number of updates without which the attempt fails."""
 
     @property
     def _filled(self) -> int:
         """Number of updates in the buffer."""
         if self._spec.settings.secure_aggregation:
-            return len(self._devices.trained)
+            return len(self._kept)
         return self._receipts.accepted
+
+    @property
+    def _kept(self) -> list[LocalTraining]:
+        """Updates that devices keep for a secure sum, and that this one may contain."""
+        trained = self._devices.trained.values()
+        return [each for each in trained if not self._spec.exact or each.name in self._spec.cohort]
 
     async def run(self) -> FederatedResult:
         """Keep `concurrency` devices training, and take their updates until the buffer is full.
@@ -218,7 +230,7 @@ class BufferAttempt:
         try:
             async with asyncio.timeout(seconds * share) as limit:
                 with allowance.extending(limit, lambda: list(self._devices.training)):
-                    while self._filled < settings.cohort:
+                    while self._filled < self._full:
                         self._start_devices()
                         if not self._devices.training:
                             break  # every device has delivered or failed
@@ -230,13 +242,12 @@ class BufferAttempt:
                 # One that has replied waits until the updates before are here.
                 if training.round == self._spec.round and training.reply is None:
                     self._context.round_times.late(name, seconds)
-        if self._filled < settings.needed:
+        if self._filled < self._needed:
             receipts = self._all_receipts(())
             causes = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
             explained = f" ({'; '.join(causes[:3])})" if causes else ""
             raise AttemptFailed(
-                f"{self._filled} updates came into the buffer and the quorum is "
-                f"{settings.needed}{explained}",
+                f"{self._filled} updates came into the buffer and {self._wanted}{explained}",
                 receipts,
             )
         if settings.secure_aggregation:
@@ -251,6 +262,12 @@ class BufferAttempt:
             receipts=self._all_receipts(()),
         )
 
+    @property
+    def _wanted(self) -> str:
+        if self._spec.exact:
+            return f"the sum that is repeated is of {self._needed} devices"
+        return f"the quorum is {self._needed}"
+
     def cancelled(self, reason: str) -> list[Receipt]:
         """Receipts after `run` was cancelled; devices that train continue."""
         return self._all_receipts([] if self._secure is None else self._secure.cancelled(reason))
@@ -262,7 +279,7 @@ class BufferAttempt:
         trained = self._devices.trained
         # The first that have finished; those that do not fit into this buffer wait for the next
         # one.
-        cohort = self._summable([trained[name] for name in list(trained)[: spec.settings.cohort]])
+        cohort = self._summable(self._kept[: self._full])
         for training in cohort:
             # Whatever becomes of this sum: a device puts a kept update into one unmasked sum only.
             del trained[training.name]
@@ -301,7 +318,7 @@ class BufferAttempt:
                 RangedSum(
                     name=buffer,
                     cohort=self._summed,
-                    exact=False,
+                    exact=spec.exact,
                     group="",
                     ranges=range_config(context, spec, buffer, purpose),
                     find=lambda config: agreeing(ranges=config),
@@ -314,7 +331,9 @@ class BufferAttempt:
             )
         else:
             config = training_config(context, spec, buffer, purpose)
-            wanted = SecureSum(config=config, cohort=self._summed, first_request=send)
+            wanted = SecureSum(
+                config=config, cohort=self._summed, first_request=send, exact=spec.exact
+            )
             self._secure = secure_attempt(context, wanted)
         try:
             result = await self._secure.run(deadline)

@@ -8,6 +8,8 @@ only with exactly the same survivors (see `isthmus_server.storage.unmasking_log`
     3. the groups of such a sum whose devices are all available, if the quorum is in them; else
     4. nothing: the round waits, or the datacenter changes the model first.
 
+In buffered mode the second case comes first, as any devices may fill a buffer.
+
 A sum of ranges of a group that a crash has lost keeps nobody from a round: the same groups are
 invited again, and a group with other devices is summed without ranges.
 """
@@ -24,6 +26,7 @@ from isthmus.job import Job
 from isthmus.job.federated import MIN_ROBUST_GROUPS, FederatedSection
 from isthmus.job.measurements import evaluations_run_id
 from isthmus.task import paired_scores
+from isthmus.wire import link_pb2
 from isthmus_privacy.crypto.canonical import NUMBER, tagged_hash
 from isthmus_privacy.purpose import buffer_name, ranged_model, ranges_run_id
 from isthmus_privacy.random_groups import RandomGroup
@@ -197,7 +200,7 @@ class CohortSelector:
             unmasked = self._unmasked(round_, None, buffer_name(self._run_id, round_), ready)
             allowed = ready - _devices_of(unmasked)
             if unmasked and len(allowed) + len(busy) < settings.needed:
-                raise NoAllowedCohort((), len(allowed), settings.needed)
+                return self._buffer_again(round_, unmasked, allowed, ready, settings)
             return self._usual(round_, allowed, settings.concurrency + settings.cohort)
         if not settings.secure_aggregation:
             return self._usual(round_, ready, settings.invited, settings.needed)
@@ -528,6 +531,33 @@ class CohortSelector:
                 return cohort
         return None
 
+    def _buffer_again(
+        self,
+        round_: int,
+        unmasked: Sequence[Unmasking],
+        allowed: Collection[str],
+        ready: Collection[str],
+        settings: FederatedSection,
+    ) -> SelectedCohort:
+        """Exactly the survivors of a buffer, if all of them had the model of this round.
+
+        One whose update had begun in an earlier round would give another one now, and the
+        difference of the two sums would be about such devices alone.
+
+        Raises:
+            NoAllowedCohort: there are none, or not all of them are ready.
+        """
+        fresh = [
+            entry
+            for entry in _repeatable(unmasked, settings)
+            if [start.round for start in _buffered_starts(entry)] == [round_]
+        ]
+        for entry in fresh:
+            if entry.devices <= set(ready):
+                return self._cohort(sorted(entry.devices), exact=True)
+        missing = min((entry.devices - set(ready) for entry in fresh), key=len, default=())
+        raise NoAllowedCohort(missing, len(allowed), settings.needed)
+
     def _interrupted_again(
         self,
         round_: int,
@@ -667,6 +697,11 @@ class CohortSelector:
     ) -> SelectedCohort:
         examples = {name: self._roster.clients[name].examples for name in names}
         return SelectedCohort(examples, draw, selected_ppm, shortage, exact)
+
+
+def _buffered_starts(entry: Unmasking) -> Sequence[link_pb2.BufferedStart]:
+    """The models that the updates of a buffer began at, as its devices were told."""
+    return link_pb2.Request.FromString(entry.request).agree.starts
 
 
 def _devices_of(unmasked: Sequence[Unmasking]) -> set[str]:

@@ -349,6 +349,52 @@ def test_what_vmap_cannot_compute_is_computed_one_after_the_other(name):
         torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_activations_are_computed_again_with_the_parameters_of_the_reference():
+    """Training changes those of the model, and the first example is compared all the same."""
+    torch.manual_seed(1)
+    task = OfKind(Recomputed)
+    model = task.model()
+    data = task.rows(9, seed=1)
+    gradients = ExampleGradients(task, model, 0.3, 4)
+    source = SampledExamples(task, data, range(9), 1.0, torch.device("cpu"))
+    gradients.check(source.check(range(4))[0])
+    for _ in range(2):
+        gradients._steps = 0
+        gradients.put(gradients.step_sum(source.read(range(9)), torch.device("cpu")))
+        with torch.no_grad():
+            for each in model.parameters():
+                each -= 0.1 * each.grad
+
+
+class Greedy(nn.Linear):
+    """Has too little memory for several examples."""
+
+    def __init__(self, error):
+        super().__init__(6, 3)
+        self.error = error
+
+    def forward(self, inputs):
+        if torch._C._functorch.is_functorch_wrapped_tensor(inputs):
+            raise self.error
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 20 bytes"),
+    ],
+)
+def test_lack_of_memory_is_told_and_is_no_model_that_vmap_cannot_compute(error):
+    task = OfKind(lambda: Greedy(error))
+    source = SampledExamples(task, task.rows(3, seed=1), range(3), 1.0, torch.device("cpu"))
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    with pytest.raises(TaskError, match="to allocate 20"):
+        gradients.add_to(torch.zeros(gradients.size), source.read([0, 1])[0])
+
+
 def test_what_fails_alone_too_is_told_as_before():
     task = OfKind(lambda: nn.Linear(5, 3))
     source = SampledExamples(task, task.rows(3, seed=1), range(3), 1.0, torch.device("cpu"))
