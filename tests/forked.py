@@ -12,9 +12,11 @@ import multiprocessing
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
-from multiprocessing.connection import Connection
+from multiprocessing import popen_forkserver
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import MappingProxyType
@@ -40,10 +42,36 @@ _LOADED = [
     "torch._inductor.compile_fx",
 ]
 
+_POLLING = threading.Lock()
+
+
+class _Popen(popen_forkserver.Popen):
+    """A process whose exit status is read by one thread at a time.
+
+    Starting a process polls all others, and where two threads read the status of one, the second
+    finds an end of file, which Python takes for the status 255.
+    """
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if flag != os.WNOHANG and self.returncode is None:
+            wait([self.sentinel])  # without the lock, as it may take long
+        with _POLLING:
+            return super().poll()
+
+
+class _Process(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: ForkServerProcess) -> _Popen:  # noqa: N802  # called so in the base
+        return _Popen(process_obj)
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
 
 def context() -> ForkServerContext:
     """Where such processes are started; one server for all tests of this process."""
-    context = multiprocessing.get_context("forkserver")
+    context = _Context()
     context.set_forkserver_preload(_LOADED)
     return context
 
