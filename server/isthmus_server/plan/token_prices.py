@@ -12,10 +12,13 @@ from torch.utils.data import Dataset
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.job.federated import FederatedSection
 from isthmus.job.planned import EXACT, Figure
 from isthmus.task import Participant, Task
+from isthmus.task.definition import defines
 from isthmus.task.loading import user_code
 from isthmus.task.scoring import batches
+from isthmus.task.scoring.order import EpochOrder
 from isthmus_server.plan.cost import UNIT_OF_PRICE
 
 _MILLION = 1_000_000
@@ -49,7 +52,8 @@ class TokenQuestion:
         return found
 
     def _of_datacenter(self) -> list[Figure]:
-        rows = _rows(self.task, Participant(name="datacenter-0", regime="datacenter"))
+        place = Participant(name="datacenter-0", regime="datacenter")
+        rows = _rows(self.task, place, self.examples_of_step)
         if rows is None or not rows.tokens:
             return []
         tokens = self.examples_of_step * rows.tokens
@@ -67,14 +71,11 @@ class TokenQuestion:
         for index in range(min(count, _MOST_DEVICES)):
             name = f"client-{index}"
             shard = (index, count)
-            rows = _rows(self.task, Participant(name=name, regime="federated", shard=shard))
+            device = Participant(name=name, regime="federated", shard=shard)
+            rows = _rows(self.task, device, section.batch_size)
             if rows is None:
                 return []
-            if section.local_steps is None:
-                examples = (section.local_epochs or 1) * rows.count
-            else:
-                examples = section.local_steps * section.batch_size
-            each.append(examples * rows.tokens)
+            each.append(_examples_of_update(section, rows.count) * rows.tokens)
         tokens = sum(each) / max(1, len(each))
         if not tokens:
             return []
@@ -88,13 +89,23 @@ class _CountedRows:
     """The examples of a participant."""
 
     count: int
+    """Of an epoch."""
     counted: int
     """How many of them were looked at."""
     tokens: float
     """Tokens of one, on average."""
 
 
-def _rows(task: Task, participant: Participant) -> _CountedRows | None:
+def _examples_of_update(section: FederatedSection, count: int) -> int:
+    """Examples that an update of a device is trained on, which has so many in an epoch."""
+    if section.local_steps is None:
+        return (section.local_epochs or 1) * count
+    # Epochs as many as it takes, of which the last batch may be smaller.
+    epochs, rest = divmod(section.local_steps, -(-count // section.batch_size))
+    return epochs * count + min(rest * section.batch_size, count)
+
+
+def _rows(task: Task, participant: Participant, batch_size: int) -> _CountedRows | None:
     """The examples of a participant; None if they are not here, or none of tokens."""
     try:
         with user_code("local_data()"):
@@ -102,7 +113,11 @@ def _rows(task: Task, participant: Participant) -> _CountedRows | None:
             count = len(dataset)  # type: ignore[arg-type]  # one without a length fails
         if not count:
             return None
-        chosen = _spread(count)
+        indices: Sequence[int] = range(count)
+        if defines(task, "order"):  # which may leave examples out, or repeat some
+            order = EpochOrder(task, dataset, count, batch_size)
+            indices = order.epoch(torch.Generator().manual_seed(0)).tolist()
+        chosen = _spread(indices)
         total = 0
         # One at a time, as padding of a batch is no token.
         for inputs, target in itertools.chain.from_iterable(
@@ -114,13 +129,13 @@ def _rows(task: Task, participant: Participant) -> _CountedRows | None:
             total += tokens
     except UserError:
         return None  # what is wrong with them is said where they are trained on
-    return _CountedRows(count, len(chosen), total / len(chosen))
+    return _CountedRows(len(indices), len(chosen), total / len(chosen))
 
 
-def _spread(count: int) -> Sequence[int]:
-    """Some of so many numbers, at equal distances."""
-    most = min(count, _MOST_ROWS)
-    return [index * count // most for index in range(most)]
+def _spread(indices: Sequence[int]) -> Sequence[int]:
+    """Some of so many, at equal distances."""
+    most = min(len(indices), _MOST_ROWS)
+    return [indices[number * len(indices) // most] for number in range(most)]
 
 
 def _tokens(inputs: Any, target: Any) -> int | None:

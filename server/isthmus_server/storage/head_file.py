@@ -8,6 +8,7 @@ which is written whole or not at all; after a crash in between, the other place 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -82,7 +83,9 @@ class HeadFile:
         """Write the first head; returns whether there still was none when it could be written."""
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)  # no file to lock is there
+            # There is no file to lock yet. NFS has no locks of folders.
+            with contextlib.suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
             if self.path.exists():
                 return False
             write_private_file(self.path, _encoded(seal) * 2)

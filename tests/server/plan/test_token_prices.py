@@ -9,6 +9,8 @@ from tests.chat_projects import new_chat_project
 from isthmus.job import load_job
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_start_model
+from isthmus.task.scoring.order import EpochOrder
+from isthmus_clients.training.example_order import step_indices
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.page import plan_page
 from isthmus_server.plan.plan import plan_of
@@ -88,18 +90,63 @@ def test_the_plan_its_page_and_json_have_them(plan):
     assert plan.to_json()["tokens"] == [each.to_json() for each in plan.sides.tokens]
 
 
-def test_steps_instead_of_epochs_are_counted(project, task):
+@pytest.mark.parametrize("steps", [3, 40])
+def test_steps_instead_of_epochs_are_counted(project, task, steps):
+    """As a device takes them: the last batch of an epoch is smaller."""
     path = project / "steps.toml"
     path.write_text(
-        (project / "job.toml").read_text().replace("local_epochs = 8", "local_steps = 3")
+        (project / "job.toml").read_text().replace("local_epochs = 8", f"local_steps = {steps}")
     )
-    found = plan_of(path, PRICES, PlanOptions()).sides.tokens[1]
+    wanted = (*PRICES, "federated.batch_size=5")
+    settings = load_job(path, wanted).federated
+    found = plan_of(path, wanted, PlanOptions()).sides.tokens[1]
     updates = []
     for index in range(4):
         device = Participant(name=f"client-{index}", regime="federated", shard=(index, 4))
         rows = task.local_data(device)
-        updates.append(3 * 8 * tokens(rows) / len(rows))
+        assert len(rows) % settings.batch_size
+        order = EpochOrder(task, rows, len(rows), settings.batch_size)
+        trained = sum(map(len, step_indices(bytes(32), order, settings)))
+        updates.append(trained * tokens(rows) / len(rows))
     assert found.value == pytest.approx(1e6 * 2 / (sum(updates) / 4))
+
+
+HALF = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import isthmus
+
+
+class Words(isthmus.Task):
+    def model(self):
+        return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output.transpose(1, 2), target, reduction="none").mean(1)
+
+    def local_data(self, participant):
+        return TensorDataset(torch.ones(8, 6, dtype=torch.long), torch.ones(8, 6, dtype=torch.long))
+
+    def order(self, dataset, batch_size, generator):
+        return [0, 2]
+
+    def eval_data(self):
+        return self.local_data(None)
+
+    def optimizer(self, parameters, participant):
+        return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+def test_an_order_that_leaves_examples_out_is_followed(tmp_path):
+    (tmp_path / "task.py").write_text(HALF)
+    path = tmp_path / "job.toml"
+    path.write_text('name = "half"\n[task]\nsource = "task.py:Words"\n')
+    wanted = (*PRICES, "federated.local_epochs=3", "strategy.policy=federated")
+    [found] = plan_of(path, wanted, PlanOptions()).sides.tokens
+    assert found.value == pytest.approx(1e6 * 2 / (3 * 2 * 6))
 
 
 def test_a_side_that_trains_nothing_or_has_no_data_here_has_no_price(project, plan):
