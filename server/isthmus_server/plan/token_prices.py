@@ -89,7 +89,7 @@ class _CountedRows:
     """The examples of a participant."""
 
     count: int
-    """Of an epoch."""
+    """How many an epoch has."""
     counted: int
     """How many of them were looked at."""
     tokens: float
