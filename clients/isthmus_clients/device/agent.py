@@ -223,11 +223,12 @@ class Agent:
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
         """Allocate memory for the payload of a request.
 
-        The payload is the models of an open run, or the package of a run's task; None declines a
-        package.
+        The payload is the models of an open run, the roster of a secure sum, or the package of a
+        run's task; None declines a package.
 
         Raises:
-            UpdateError: the run is not open, or the size is not that of its models.
+            UpdateError: the run is not open, or the size is not that of its models, or larger than
+                a roster can be.
             AdmissionRefused: the owner does not allow the request.
             DetailsWithheld: there is no memory, in a run with secure aggregation.
         """
@@ -242,6 +243,9 @@ class Agent:
             if task_delivery.should_fetch(request.open, self.tasks, self._guard):
                 return bytearray(size)
             return None
+        if kind == "secure_step":
+            self._secure.check_roster(request.secure_step, size)
+            return bytearray(size)
         active = self._active
         room = 0
         if active is not None and kind == "train_local":
@@ -363,7 +367,9 @@ class Agent:
                 return await asyncio.to_thread(self._agree, request.agree), None
         if kind == "secure_step":
             async with self._working:
-                stepped, payload = await self._throttled(self._secure.step, request.secure_step)
+                stepped, payload = await self._throttled(
+                    self._secure.step, request.secure_step, model
+                )
             return link_pb2.Reply(secure_stepped=stepped), payload
         if kind == "close":
             if self._active is not None and self._active.run_id == request.close.run_id:

@@ -716,17 +716,39 @@ class SecureSessions:
         self._current = attempt
         return link_pb2.Reply(trained=link_pb2.Trained(secure=keys.to_bytes()))
 
-    def step(self, message: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
+    def check_roster(self, message: link_pb2.SecureStep, size: int) -> None:
+        """Check the size of the roster of the current attempt, before there is memory for it.
+
+        Raises:
+            UpdateError: it is of another attempt, or larger than a roster of its devices can be.
+        """
+        most = self._attempt_of(message).most_roster_bytes
+        if size > most:
+            raise UpdateError(
+                f"a roster of {size} bytes was announced; one of the invited devices has at most "
+                f"{most}"
+            )
+
+    def step(
+        self, message: link_pb2.SecureStep, roster: Buffer | None
+    ) -> tuple[link_pb2.SecureStepped, Buffer | None]:
         """Answer the next message of the current attempt.
+
+        Args:
+            message: the message.
+            roster: the roster, if the message names it.
 
         Raises:
             PeerMisbehaved: the message is refused, which ends the attempt for this device.
             UpdateError: it is of another attempt.
         """
+        return self._attempt_of(message).step(message, roster)
+
+    def _attempt_of(self, message: link_pb2.SecureStep) -> SecureParticipation:
         about = (message.run_id, message.round, message.attempt)
         if self._current is None or self._current.about != about:
             raise UpdateError("this device is not in that attempt of secure aggregation")
-        return self._current.step(message)
+        return self._current
 
     def _enrolled(self) -> Credentials:
         from isthmus_clients.training.secure import Credentials

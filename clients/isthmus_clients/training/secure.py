@@ -23,6 +23,7 @@ from isthmus_privacy.secagg.encoding import Encoded, encode, hide_spacing
 from isthmus_privacy.secagg.history import History, StartModel
 from isthmus_privacy.secagg.identity import Directory, Enrolment
 from isthmus_privacy.secagg.messages import (
+    MAX_ENTRY_BYTES,
     AdvertiseKeys,
     ConsistencySignatures,
     Inbox,
@@ -220,16 +221,26 @@ class SecureParticipation:
         self.sent = self._encoded.sent
         return self.session.advertise_keys()
 
-    def step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:
-        """Answer the next message.
+    @property
+    def most_roster_bytes(self) -> int:
+        """Size of the largest roster that this attempt can have."""
+        return self.config.clients_max * MAX_ENTRY_BYTES
+
+    def step(
+        self, work: link_pb2.SecureStep, roster: Buffer | None
+    ) -> tuple[link_pb2.SecureStepped, Buffer | None]:
+        """Answer the next message; `roster` is the one that it names, if it does.
 
         Raises:
             PeerMisbehaved: it is refused, which ends the attempt for this device.
+            UpdateError: it does not have what it is about.
         """
         kind = work.WhichOneof("message")
         session = self.session
         if kind == "roster":
-            message = session.share_keys(Roster.from_bytes(work.roster)).to_bytes()
+            if roster is None:  # one of no bytes
+                raise UpdateError("the roster of the sum came without its devices")
+            message = session.share_keys(Roster.from_bytes(memoryview(roster))).to_bytes()
             return link_pb2.SecureStepped(message=message), None
         if kind == "inbox":
             if self._encoded is None:

@@ -316,7 +316,7 @@ def manifest_of(messages: Sequence[link_pb2.StartFile]) -> StartManifest:
 
 
 def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:
-    """The blob that a worker needs for a request, if any."""
+    """The blob that a worker needs for a request, if any: a model, for most."""
     kind = request.WhichOneof("work")
     if kind == "open":
         return request.open.package.blob
@@ -332,6 +332,8 @@ def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:
         return request.app.records
     if kind == "train_steps" and request.train_steps.HasField("model"):
         return request.train_steps.model
+    if kind == "secure_step" and request.secure_step.HasField("roster"):
+        return request.secure_step.roster
     return None
 
 

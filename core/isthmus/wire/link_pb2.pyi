@@ -550,11 +550,11 @@ class SecureStep(_message.Message):
     run_id: str
     round: int
     attempt: int
-    roster: bytes
+    roster: Blob
     inbox: bytes
     survivors: bytes
     consistency_signatures: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., roster: _Optional[bytes] = ..., inbox: _Optional[bytes] = ..., survivors: _Optional[bytes] = ..., consistency_signatures: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., roster: _Optional[_Union[Blob, _Mapping]] = ..., inbox: _Optional[bytes] = ..., survivors: _Optional[bytes] = ..., consistency_signatures: _Optional[bytes] = ...) -> None: ...
 
 class AppMessage(_message.Message):
     __slots__ = ("run_id", "id", "kind", "group", "node", "records")

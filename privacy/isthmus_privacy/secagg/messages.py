@@ -113,6 +113,10 @@ class AdvertiseKeys(Message):
         )
 
 
+MAX_ENTRY_BYTES = 4096
+"""No client takes more of a roster, whose size a client checks before it has memory for it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Roster(Message):
     """The keys of all clients of the attempt, sorted by name."""

@@ -193,11 +193,16 @@ def _moved(peer: Peer, request: link_pb2.Request, reply: link_pb2.Reply | None) 
     results = [] if reply is None else [blob_of(reply).sha256]
     models = [blob.sha256 for blob in blobs_of(request)]
     about = [request.id.encode(), *results, *models]
+    sent = peer.sent.take(models)
+    messages_sent = peer.messages_sent.take(about)
+    if request.HasField("secure_step"):  # a roster is no model
+        messages_sent += sent
+        sent = 0
     return Moved(
         peer.received.take([*results, MovedBytes.LATE]),
-        peer.sent.take(models),
+        sent,
         peer.messages_received.take(about),
-        peer.messages_sent.take(about),
+        messages_sent,
     )
 
 

@@ -50,7 +50,7 @@ class BlobStore:
         return offered[-1] if offered else None
 
     def publish(
-        self, blob: link_pb2.Blob, payload: Buffer | InFile, *, together: bool = True
+        self, blob: link_pb2.Blob, payload: bytes | Buffer | InFile, *, together: bool = True
     ) -> None:
         """Offer a blob until `retract`; `together` if many may pull it at the same time."""
         self.retract(blob)

@@ -62,7 +62,7 @@ def _fill(
 
 
 @contextmanager
-def offered(link: Link, blobs: Sequence[tuple[link_pb2.Blob, Buffer]]) -> Iterator[None]:
+def offered(link: Link, blobs: Sequence[tuple[link_pb2.Blob, bytes | Buffer]]) -> Iterator[None]:
     """Let participants pull blobs that are in memory while the block lasts."""
     try:
         for blob, payload in blobs:

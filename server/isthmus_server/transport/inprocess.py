@@ -121,9 +121,10 @@ class InProcessLink(Link):
                 buffer = worker.buffer(request, blob.size)
                 if buffer is not None:
                     broadcast.fill(buffer)
-                peer = self.peers[name]
-                peer.last_blob = blob.sha256
-                peer.sent.add(blob.sha256, blob.size)
+                if not request.HasField("secure_step"):  # messages are not counted here
+                    peer = self.peers[name]
+                    peer.last_blob = blob.sha256
+                    peer.sent.add(blob.sha256, blob.size)
             reply, payload = await worker.work(request, buffer, lambda progress: None)
         except IsthmusError as error:
             reply = failure(str(error))

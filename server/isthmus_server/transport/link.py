@@ -330,7 +330,7 @@ class Link(AllTurns):
         return len(self._blobs)
 
     def publish(
-        self, blob: link_pb2.Blob, payload: Buffer | InFile, *, together: bool = True
+        self, blob: link_pb2.Blob, payload: bytes | Buffer | InFile, *, together: bool = True
     ) -> None:
         """Let participants pull a blob, directly from `payload`, until `retract`.
 

@@ -1,5 +1,7 @@
 """Canonical encoding: one encoding for each message, and every other input is refused."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from tests.privacy.protocol import ProtocolRound
 
 from isthmus.errors import PeerMisbehaved
 from isthmus_privacy.crypto.canonical import PositionSet
-from isthmus_privacy.secagg.messages import Roster, Survivors
+from isthmus_privacy.secagg.messages import MAX_ENTRY_BYTES, Roster, Survivors
 
 POSITION_SET = st.integers(0, 70).flatmap(
     lambda size: st.builds(
@@ -49,6 +51,13 @@ def test_the_bytes_that_a_roster_was_read_from_are_its_only_encoding(data):
         return
     assert read.to_bytes() == encoded
     assert Roster(read.entries).to_bytes() == encoded  # encoded anew
+
+
+def test_an_entry_of_a_roster_with_the_longest_name_has_fewer_bytes_than_the_most():
+    entry = ProtocolRound(3).advertise_keys().roster.entries[0]
+    longest = dataclasses.replace(entry.enrolment, name="n" * 128)
+    size = len(Roster((dataclasses.replace(entry, enrolment=longest),)).to_bytes())
+    assert 2500 < size < MAX_ENTRY_BYTES
 
 
 @given(st.binary(max_size=200))

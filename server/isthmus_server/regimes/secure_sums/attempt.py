@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING
 
 from isthmus.errors import AggregationAborted, PeerMisbehaved, UpdateError
+from isthmus.transport.blobs import describe
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.random_groups import RandomGroup
@@ -52,6 +53,7 @@ from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 from isthmus_server.regimes.transfer_allowance import TransferAllowance
 from isthmus_server.regimes.upload_places import NO_PLACE, UploadPlaces
 from isthmus_server.storage.records import Receipt, Status
+from isthmus_server.transport.bundle import offered
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
@@ -250,9 +252,15 @@ class SecureAggregationAttempt:
         self._limits = StepLimits.of(
             self._context.job.time, self._config, clients=len(roster.entries)
         )
-        await self._short_step(
-            "sharing keys", {"roster": roster.to_bytes()}, self._take_shares, until_masked=True
-        )
+        # A blob, which all devices are sent from the same memory: a large cohort's has megabytes.
+        blob = describe(roster.to_bytes())
+        with offered(self._context.link, [(blob, roster.to_bytes())]):
+            await self._short_step(
+                "sharing keys",
+                link_pb2.SecureStep(roster=blob),
+                self._take_shares,
+                until_masked=True,
+            )
         self._check_complete()
         session.finish_share_keys()
         # Not the end of the round alone: the slower the training was, the less would be left for
@@ -265,7 +273,9 @@ class SecureAggregationAttempt:
         self._check_complete()
         survivors = session.finish_masked_input().to_bytes()
         names = session.missing  # all survivors: none has signed yet
-        await self._short_step("signing", {"survivors": survivors}, self._take_signature)
+        await self._short_step(
+            "signing", link_pb2.SecureStep(survivors=survivors), self._take_signature
+        )
         signatures = session.finish_consistency_check().to_bytes()
         # A roster of a large cohort takes a while to encode and to write.
         await asyncio.to_thread(
@@ -275,9 +285,10 @@ class SecureAggregationAttempt:
         # know who may have revealed them: these take part in another sum of the model only
         # together.
         await self._unmaskings.note_before(names, before_unmasking)
+        quorum = session.quorum_signatures().to_bytes()
         await self._short_step(
             "unmasking",
-            {"consistency_signatures": session.quorum_signatures().to_bytes()},
+            link_pb2.SecureStep(consistency_signatures=quorum),
             self._take_unmasking_shares,
         )
         # Masks are as long as the model, and the link has to go on answering.
@@ -450,7 +461,7 @@ class SecureAggregationAttempt:
     async def _short_step(
         self,
         what: str,
-        message: dict[str, bytes],
+        message: link_pb2.SecureStep,
         take: Callable[[str, bytes], None],
         *,
         until_masked: bool = False,
@@ -465,18 +476,13 @@ class SecureAggregationAttempt:
         await self._step(what, self._session.missing, part, deadline, until_masked=until_masked)
 
     def _call_step(
-        self, name: str, message: dict[str, bytes]
+        self, name: str, message: link_pb2.SecureStep
     ) -> contextlib.AbstractAsyncContextManager[link_pb2.Reply]:
         """Send the next protocol message to a device."""
-        # Made in place: the roster of a large cohort has a megabyte, which is copied into others.
-        request = link_pb2.Request(
-            secure_step={
-                "run_id": self._config.run_id,
-                "round": self._config.round,
-                "attempt": self._config.attempt,
-                **message,
-            }
-        )
+        request = link_pb2.Request(secure_step=message)
+        request.secure_step.run_id = self._config.run_id
+        request.secure_step.round = self._config.round
+        request.secure_step.attempt = self._config.attempt
         return call(self._context.link, name, request, "secure_stepped", self._receipts)
 
     async def _train(self, name: str) -> None:
@@ -506,7 +512,7 @@ class SecureAggregationAttempt:
     async def _upload(self, name: str) -> None:
         """The only step with a large reply: the masked vector, spooled, checked and added."""
         inbox = self._session.inbox(name).to_bytes()
-        async with self._call_step(name, {"inbox": inbox}) as reply:
+        async with self._call_step(name, link_pb2.SecureStep(inbox=inbox)) as reply:
             stepped = reply.secure_stepped
             masked = MaskedInput.from_bytes(stepped.message)
             _check_sender(name, masked.name)

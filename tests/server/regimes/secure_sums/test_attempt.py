@@ -7,13 +7,15 @@ import torch
 from tests.server.regimes.secure_run import NAMES, SecureRun
 from tests.server.waiting import wait_until
 
+from isthmus.errors import IsthmusError, UpdateError
 from isthmus.job import with_changes
 from isthmus.job.tables import TimeSection
 from isthmus.transport.blobs import describe
+from isthmus.wire import link_pb2
 from isthmus_clients.training.history_files import EMPTY, write_head
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.secagg.messages import ConsistencySignatures
+from isthmus_privacy.secagg.messages import MAX_ENTRY_BYTES, ConsistencySignatures
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
@@ -253,6 +255,68 @@ async def test_devices_get_the_signatures_of_a_quorum_and_a_transcript_those_of_
     everybody = ConsistencySignatures.from_bytes(signatures).signatures
     assert quorum < len(everybody) == len(NAMES)
     assert sent.signatures == everybody[:quorum]
+
+
+async def test_a_roster_is_offered_once_and_not_part_of_each_device_s_request(run, monkeypatch):
+    """With 800 devices it has 2 MB, and the requests of all of them had 1.7 GB in memory."""
+    link = run.network.link
+    ask = link.ask
+    asked = []
+
+    def hear(name, request):
+        if request.secure_step.HasField("roster"):
+            asked.append(request.ByteSize())
+            assert len(link._blobs.get(request.secure_step.roster.sha256).payload) > 5 * 2500
+        return ask(name, request)
+
+    monkeypatch.setattr(link, "ask", hear)
+    result = await run.train()
+    assert len(asked) == 5
+    assert max(asked) < 200
+    assert link.published_blobs == 1  # the model
+    # They count as messages, and not as models.
+    receipt = result.receipts[0]
+    assert receipt.bytes_out == len(run.model)
+    assert receipt.messages_out > 5 * 2500
+
+
+@pytest.mark.parametrize(
+    ("size", "attempt", "said"),
+    [
+        (5 * MAX_ENTRY_BYTES + 1, 1, "a roster of 20481 bytes was announced"),
+        (100, 2, "not in that attempt of secure aggregation"),
+    ],
+)
+async def test_a_device_has_no_memory_for_a_roster_that_cannot_be(run, size, attempt, said):
+    run.devices["a"].silent_at = "roster"
+    training = asyncio.create_task(run.train())
+    await wait_until(lambda: run.devices["a"].is_silent)
+    step = link_pb2.SecureStep(
+        run_id="run", round=1, attempt=attempt, roster=link_pb2.Blob(sha256=bytes(32), size=size)
+    )
+    agent = run.devices["a"].agent
+    with pytest.raises(IsthmusError):  # the server is not told why
+        agent.buffer(link_pb2.Request(secure_step=step), size)
+    with pytest.raises(UpdateError, match=said):
+        agent._secure.check_roster(step, size)
+    training.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await training
+
+
+async def test_a_roster_of_no_devices_is_refused(run, monkeypatch):
+    link = run.network.link
+    ask = link.ask
+
+    def lie(name, request):
+        if name == "a" and request.secure_step.HasField("roster"):
+            request.secure_step.roster.Clear()
+            request.secure_step.roster.SetInParent()
+        return ask(name, request)
+
+    monkeypatch.setattr(link, "ask", lie)
+    receipt = (await run.train()).receipts[0]
+    assert (receipt.participant, receipt.status) == ("a", "rejected")
 
 
 async def test_a_changed_vector_is_rejected_and_the_others_go_on(run):
