@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import resource
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,8 @@ from isthmus_clients.training.history_files import begin_history
 
 _CONNECTING = 20
 """Devices of one process that connect at the same time."""
+_SWITCH_SECONDS = 0.0005
+"""A tenth of what is usual. For each ping the event loop waits several times for Python's lock."""
 
 
 class ConnectedAgent(Agent):
@@ -122,8 +125,10 @@ def _run_process(
 async def _devices(
     members: list[tuple[str, Path]], tasks: Path, pipe: multiprocessing.connection.Connection
 ) -> None:
-    # Threads compete with the event loop, which answers the pings of all devices of this process.
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    # Devices take turns: threads compete for Python's lock with the event loop, which answers the
+    # pings of all devices of this process.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    sys.setswitchinterval(_SWITCH_SECONDS)
     stopped = asyncio.Event()
     connecting = asyncio.Semaphore(_CONNECTING)
 
