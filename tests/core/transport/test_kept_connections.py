@@ -1,10 +1,12 @@
 """A kept HTTPS connection: used again, replaced, and never one with something left to read."""
 
+import asyncio
 import ssl
 import urllib.error
 import urllib.request
 
 import pytest
+from tests.connect_proxy import ConnectProxy
 from tests.server.scripted_participant import payload_of
 from tests.static_https import static_https
 
@@ -53,6 +55,10 @@ def read(source):
         return b"".join(iter(lambda: stream.read1(SIZE), b""))
 
 
+def pem(web):
+    return web.certificate.read_bytes()
+
+
 def test_a_connection_is_used_again_after_its_answer_was_read(source, kept):
     for _ in range(3):
         assert read(source) == payload_of(SIZE)
@@ -99,6 +105,26 @@ def test_a_connection_to_another_host_is_left_alone(source, kept):
     [connection] = kept.noted
     assert kept.take(connection.host + f":{connection.port}") is connection
     connection.close()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("leads_back", [False, True], ids=["to a direct host", "to the proxy"])
+async def test_only_the_proxy_reads_its_login(web, tmp_path, monkeypatch, kept, keeps, leads_back):
+    """Also after a redirection to a host that is reached without it."""
+    with static_https(web.folder, tmp_path / "others") as other:
+        (tmp_path / "trusted").write_bytes(b"".join(map(pem, (web, other))))
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "trusted"))
+        web.redirect = f"{other.address}file"
+        async with ConnectProxy({"127.0.0.1": "127.0.0.1"}) as proxy:
+            proxy.login = "device:secret"
+            monkeypatch.setenv("https_proxy", proxy.url.replace("//", "//device:secret@"))
+            monkeypatch.setenv("no_proxy", "" if leads_back else f"127.0.0.1:{other.port}")
+            target = f"{web.address.removeprefix('https:')}file"
+            source = HttpsSource(target, {"a": "file"}, kept=kept if keeps else None)
+            assert await asyncio.to_thread(read, source) == payload_of(SIZE)
+            assert len(proxy.requests) == (2 if leads_back else 1)
+        for headers in (*web.headers, *other.headers):
+            assert "authorization" not in " ".join(headers).lower()
 
 
 @pytest.mark.parametrize("keeps", [True, False])
