@@ -376,12 +376,12 @@ class WeightStore:
             UserError: one is at it.
         """
         path = self.partial / name
-        try:
-            opened = path.open("r+b", buffering=0)
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             yield
             return
-        with opened:
+        with _told(self.directory):
+            handle = _opened(path)
+        with os.fdopen(handle, "r+b", buffering=0) as opened:
             if not _locked(opened):
                 raise UserError(
                     f"a process fills a file of this model in {self.directory}; stop that device, "
