@@ -350,7 +350,6 @@ class WeightStore:
             for name in names:
                 held.enter_context(self._unfilled(name))
             held.enter_context(_told(self.directory))
-            (self._models / gone).unlink(missing_ok=True)
             for view in self._views.glob(f"{gone}-*"):
                 shutil.rmtree(view, ignore_errors=True)
             for name in names:
@@ -358,6 +357,8 @@ class WeightStore:
                     with contextlib.suppress(FileNotFoundError):
                         freed += path.lstat().st_size
                         path.unlink()
+            # Last, so that what an interruption leaves has a name by which it can be removed.
+            (self._models / gone).unlink(missing_ok=True)
         return freed
 
     def _all_files(self) -> set[str]:

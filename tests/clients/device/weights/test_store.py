@@ -210,6 +210,31 @@ def test_a_process_that_is_killed_while_it_syncs_a_file_leaves_one_of_use(then):
         assert store.damage(whole.name) == ""
 
 
+@pytest.mark.parametrize("after", range(4))
+def test_what_an_interrupted_removal_leaves_is_removed_by_the_next(
+    store, model, tmp_path, monkeypatch, after
+):
+    """Three files and their list."""
+    kept = store.add(adapter(tmp_path / "adapter"), model)
+    names = []
+    real = Path.unlink
+
+    def unlink(path, **more):
+        if len(names) == after and path.is_relative_to(store.directory):
+            raise KeyboardInterrupt
+        names.append(path)
+        real(path, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            store.remove(kept.manifest.digest)
+    assert [each.manifest.digest for each in store.models()] == [kept.manifest.digest]
+    store.remove(kept.manifest.digest)
+    assert store.models() == []
+    assert store.used_bytes == 0
+
+
 def test_one_process_at_a_time_fills_a_file(store, manifest):
     [file] = manifest.files
     with store.filling(file) as first, store.filling(file) as second:
