@@ -1,7 +1,10 @@
 """A kept HTTPS connection: used again, replaced, and never one with something left to read."""
 
 import asyncio
+import contextlib
+import socket
 import ssl
+import time
 import urllib.error
 import urllib.request
 
@@ -10,7 +13,7 @@ from tests.connect_proxy import ConnectProxy
 from tests.server.scripted_participant import payload_of
 from tests.static_https import static_https
 
-from isthmus.transport import kept_connections
+from isthmus.transport import kept_connections, timely_answers
 from isthmus.transport.https_source import HttpsSource
 from isthmus.transport.kept_connections import KeptConnection
 
@@ -164,3 +167,37 @@ def test_requests_other_than_get_have_connections_of_their_own(web, kept):
         with pytest.raises(urllib.error.HTTPError, match="Unsupported method"):
             opener.open(request)
     assert kept.noted == []
+
+
+@pytest.fixture
+def silent():
+    """An address where nobody answers a connection: the queue of its listener is full."""
+    with socket.socket() as listener, contextlib.ExitStack() as waiting:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        yield listener.getsockname()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("answers", [False, True])
+def test_the_addresses_of_a_name_share_one_limit(web, kept, keeps, answers, silent, monkeypatch):
+    """Else a name with thousands of them would hold a device for a day."""
+    monkeypatch.setattr(timely_answers, "CONNECTION_SECONDS", 1.0)
+    places = [silent] * (2 if answers else 2000)
+    if answers:
+        places.append(("127.0.0.1", web.port))
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    target = f"{web.address.removeprefix('https:')}file"
+    source = HttpsSource(target, {"a": "file"}, kept=kept if keeps else None)
+    began = time.monotonic()
+    if answers:
+        assert read(source) == payload_of(SIZE)
+    else:
+        with pytest.raises(OSError, match="cannot be reached: "):
+            read(source)
+    assert time.monotonic() - began < 10
