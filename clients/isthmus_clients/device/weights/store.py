@@ -327,6 +327,8 @@ class WeightStore:
             UserError: there is no such model, several begin so, a process fills a file of it, or
                 it is not known which files another one has.
         """
+        if not digest:  # as of a variable of a shell that is not set; all digests begin so
+            raise UserError("name a model by the first digits that `isthmus weights list` prints")
         lists = self._lists()
         found = [each for each in lists if each.startswith(digest)]
         if len(found) != 1:

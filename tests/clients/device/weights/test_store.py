@@ -235,6 +235,14 @@ def test_what_an_interrupted_removal_leaves_is_removed_by_the_next(
     assert store.used_bytes == 0
 
 
+def test_no_digits_remove_nothing(store, model):
+    """Even if there is only one model."""
+    store.add(model)
+    with pytest.raises(UserError, match="name a model by the first digits"):
+        store.remove("")
+    assert len(store.models()) == 1
+
+
 def test_one_process_at_a_time_fills_a_file(store, manifest):
     [file] = manifest.files
     with store.filling(file) as first, store.filling(file) as second:
