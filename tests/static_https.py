@@ -28,6 +28,8 @@ class StaticHttps:
         self.port = 0
         self.asked: list[tuple[str, str | None]] = []
         """Path and range of each request."""
+        self.headers: list[dict[str, str]] = []
+        """All headers of each request."""
         self.sends: int | None = None
         """Bytes after which each answer is cut off; None for all of them."""
         self.gate: threading.Event | None = None
@@ -83,6 +85,7 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
         def do_GET(self) -> None:
             asked = self.headers.get("Range")
             served.asked.append((self.path, asked))
+            served.headers.append(dict(self.headers))
             self.answered += 1
             if served.forgets_next and self.answered > 1:
                 served.closing.wait(60)
@@ -194,7 +197,14 @@ def new_certificate(folder: Path) -> tuple[Path, Path]:
     """Write a certificate of 127.0.0.1 and its key into a folder; returns both paths."""
     folder.mkdir(exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    number = x509.random_serial_number()
+    name = x509.Name(
+        [
+            x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1"),
+            # So that who trusts several of them can tell them apart.
+            x509.NameAttribute(x509.NameOID.SERIAL_NUMBER, f"{number:x}"),
+        ]
+    )
     now = datetime.datetime.now(datetime.UTC)
     address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
     certificate = (
@@ -202,7 +212,7 @@ def new_certificate(folder: Path) -> tuple[Path, Path]:
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
+        .serial_number(number)
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.SubjectAlternativeName([address]), critical=False)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import UserError
@@ -137,6 +137,39 @@ def read_adapter(adapter: StartFiles, under: StartFiles) -> list[LoraFactors]:
             LoraFactors(sources[weight], a, b, config["lora_alpha"] / divisor, transposed)
         )
     return factors
+
+
+def laid_out(
+    factors: Sequence[LoraFactors], model: nn.Module, names: Mapping[str, Collection[str]]
+) -> list[LoraFactors]:
+    """Factors in the layout of the layers that they change, whatever their configuration says.
+
+    It has one setting for all layers of an adapter, which PEFT corrects for each layer likewise. If
+    a matrix is square, nothing else would show that it is the wrong one.
+
+    Args:
+        factors: see `read_adapter`.
+        model: as the task has built it.
+        names: the names of its tensors by their stored name.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = []
+    for each in factors:
+        of = [modules[name.rpartition(".")[0]] for name in names.get(each.source, ())]
+        layouts = set(map(_is_transposed, of))
+        [layout] = layouts if len(layouts) == 1 else [None]
+        found.append(each if layout is None else dataclasses.replace(each, transposed=layout))
+    return found
+
+
+def _is_transposed(layer: nn.Module) -> bool | None:
+    """Whether a layer's weight is (in, out); None if it is of a kind that does not say so."""
+    from torch import nn
+
+    library: Any = sys.modules.get("transformers.pytorch_utils")
+    if library is not None and isinstance(layer, library.Conv1D):
+        return True
+    return False if isinstance(layer, nn.Linear) else None
 
 
 def check_beginnings(

@@ -28,7 +28,13 @@ import torch
 from torch import nn
 
 from isthmus.errors import JobError, UserError
-from isthmus.start.adapters import LoraFactors, check_beginnings, check_scales, read_adapter
+from isthmus.start.adapters import (
+    LoraFactors,
+    check_beginnings,
+    check_scales,
+    laid_out,
+    read_adapter,
+)
 from isthmus.start.converted import Converted, convert
 from isthmus.start.files import ADAPTER_CONFIG, StartFiles, digest_of, joined
 from isthmus.start.plan import (
@@ -114,6 +120,9 @@ class ModelStart:
             check_scales(model, found[-1])
         groups = [{name: row for name, (_, row) in each.tensors.items()} for each in of_model]
         plan = make_plan(model, groups, self.exceptions, names)
+        into = plan.into
+        own = {source: [n for each in into[source] for n in each.names] for source in into}
+        merged = laid_out(merged, model, own)
         renamed = bool(plan.missing and plan.unexpected)
         of_adapter = found[-1] if len(of_model) > 1 else None
         fresh = [name for each in plan.targets if not each.sources for name in each.names]

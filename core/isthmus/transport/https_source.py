@@ -35,7 +35,8 @@ class HttpsSource:
     Guarantees:
       * no redirection leads out of HTTPS, and the certificate of each server is verified;
       * a stream begins at the wanted byte, or there is none;
-      * nothing is read of what comes with a redirection or an error.
+      * nothing is read of what comes with a redirection or an error;
+      * only a proxy reads the login that is for it.
     """
 
     def __init__(
@@ -174,7 +175,12 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
             raise OSError("it redirects to an address that the owner does not allow")
         # Else urllib reads all that comes with it into memory, which may have no end.
         stream.close()
-        return super().redirect_request(request, stream, code, message, headers, address)
+        following = super().redirect_request(request, stream, code, message, headers, address)
+        if following is not None:
+            # The login at a proxy, which gets it again if it leads there, too. Hosts that are
+            # reached without it would read it.
+            following.remove_header("Proxy-authorization")
+        return following
 
 
 def _part(headers: HTTPMessage, status: int) -> tuple[int, int | None]:

@@ -1,7 +1,8 @@
-"""Answers of web servers whose lines come in time.
+"""Answers of web servers whose lines come in time, on connections that are made in time.
 
 The limit of a socket is for each of its reads. A server that sends the lines of an answer, or those
-between its chunks, a byte at a time would never exceed it, and take days for one line.
+between its chunks, a byte at a time would never exceed it, and take days for one line. Nor would a
+name with thousands of addresses where nobody answers, of which each has that limit.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPResponse
-from socket import socket
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 LINES_SECONDS = 20.0
 """Limit for the lines of an answer, and for those between two chunks of what it has."""
+
+
+CONNECTION_SECONDS = 30.0
+"""Limit for a connection, with all addresses of the server's name."""
 
 
 class _LimitedReads(io.RawIOBase):
@@ -65,7 +70,7 @@ class TimelyAnswer(HTTPResponse):
 
     def __init__(
         self,
-        sock: socket,
+        sock: socket.socket,
         debuglevel: int = 0,
         method: str | None = None,
         url: str | None = None,
@@ -89,6 +94,47 @@ class TimelyConnection(http.client.HTTPSConnection):
     """A connection with such answers."""
 
     response_class = TimelyAnswer
+
+    def __init__(self, host: str, **more: Any) -> None:
+        """See `http.client.HTTPSConnection`."""
+        super().__init__(host, **more)
+        self._create_connection = _connected  # all that `connect` leaves to others
+
+
+def _connected(address: tuple[str, int], timeout: object, source: None) -> socket.socket:
+    """A connection to one of the addresses of a name, in time.
+
+    Each may take half of the time that is left, and the last one all of it.
+
+    Args:
+        address: host and port.
+        timeout: limit for each address, and for each read and write afterwards; no number for
+            that of all sockets.
+        source: this machine's own address, which is not chosen here.
+
+    Raises:
+        OSError: there is none.
+    """
+    seconds = timeout if isinstance(timeout, int | float) else socket.getdefaulttimeout()
+    until = time.monotonic() + CONNECTION_SECONDS
+    why = OSError("its name has no address")
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for number, (family, kind, protocol, _, place) in enumerate(found, 1):
+        left = until - time.monotonic()
+        if left <= 0:
+            break
+        limit = left if number == len(found) else left / 2
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.settimeout(limit if seconds is None else min(seconds, limit))
+            made.connect(place)
+            made.settimeout(seconds)
+        except OSError as error:
+            made.close()
+            why = error
+        else:
+            return made
+    raise why
 
 
 class TimelyHandler(urllib.request.HTTPSHandler):

@@ -245,6 +245,11 @@ GOOD = json.dumps({"messages": ANSWERED})
         (said("user", "How?", " \n"), "line 2: message 2, of the role 'assistant', is empty"),
         (said("user", "", "So."), "line 2: message 1, of the role 'user', is empty"),
         (
+            said("user", "How \ud83d?", "So."),
+            r"line 2: message 1, of the role 'user', has half of a character ('\ud83d'), as of an",
+        ),
+        (f'{{"id": {"1" * 5000}}}', 'line 2 is not {"messages": [...]} with a text as "role"'),
+        (
             said("assistant", "So.", "How?"),
             "line 2: message 1 has the role 'assistant', and 'user' would be next; user and",
         ),

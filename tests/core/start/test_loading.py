@@ -303,6 +303,36 @@ def test_an_adapter_is_merged_into_a_plain_model_as_peft_merges_it(llama, tmp_pa
         start.fill(model)
 
 
+SQUARE = {"n_embd": 16, "n_inner": 16, "n_layer": 2, "n_head": 2, "vocab_size": 16}
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")
+@pytest.mark.parametrize("says", ["as PEFT wrote it", False, True])
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("gpt2", ["c_proj", "lm_head"]),  # transposed weights, and after them one that is not
+        ("gpt2", ["c_proj", "wte"]),
+        ("llama", ["q_proj", "down_proj"]),
+    ],
+)
+def test_square_matrices_are_merged_in_the_layout_of_their_layer(tmp_path, kind, targets, says):
+    """The configuration has one setting for all of them, which PEFT corrects for each layer."""
+    sizes = SQUARE if kind == "gpt2" else {**SIZES, "intermediate_size": 16}
+    config = AutoConfig.for_model(kind, tie_word_embeddings=False, **sizes)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    adapter = adapted(tmp_path / "base", tmp_path, target_modules=targets)
+    path = adapter / "adapter_config.json"
+    if says in (False, True):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"fan_in_fan_out": says}))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    expected = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    model = AutoModelForCausalLM.from_config(config)
+    ModelStart(adapter, base=tmp_path / "base").fill(model)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=1e-7)
+
+
 def test_the_digest_is_of_the_configuration_that_scales_the_adapter(llama, tmp_path):
     folder, model = llama()
     path = adapted(folder, tmp_path, target_modules=["q_proj"])

@@ -1,14 +1,19 @@
 """A kept HTTPS connection: used again, replaced, and never one with something left to read."""
 
+import asyncio
+import contextlib
+import socket
 import ssl
+import time
 import urllib.error
 import urllib.request
 
 import pytest
+from tests.connect_proxy import ConnectProxy
 from tests.server.scripted_participant import payload_of
 from tests.static_https import static_https
 
-from isthmus.transport import kept_connections
+from isthmus.transport import kept_connections, timely_answers
 from isthmus.transport.https_source import HttpsSource
 from isthmus.transport.kept_connections import KeptConnection
 
@@ -51,6 +56,10 @@ def source(web, kept):
 def read(source):
     with source.open("a", SIZE, 0) as stream:
         return b"".join(iter(lambda: stream.read1(SIZE), b""))
+
+
+def pem(web):
+    return web.certificate.read_bytes()
 
 
 def test_a_connection_is_used_again_after_its_answer_was_read(source, kept):
@@ -101,6 +110,26 @@ def test_a_connection_to_another_host_is_left_alone(source, kept):
     connection.close()
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("leads_back", [False, True], ids=["to a direct host", "to the proxy"])
+async def test_only_the_proxy_reads_its_login(web, tmp_path, monkeypatch, kept, keeps, leads_back):
+    """Also after a redirection to a host that is reached without it."""
+    with static_https(web.folder, tmp_path / "others") as other:
+        (tmp_path / "trusted").write_bytes(b"".join(map(pem, (web, other))))
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "trusted"))
+        web.redirect = f"{other.address}file"
+        async with ConnectProxy({"127.0.0.1": "127.0.0.1"}) as proxy:
+            proxy.login = "device:secret"
+            monkeypatch.setenv("https_proxy", proxy.url.replace("//", "//device:secret@"))
+            monkeypatch.setenv("no_proxy", "" if leads_back else f"127.0.0.1:{other.port}")
+            target = f"{web.address.removeprefix('https:')}file"
+            source = HttpsSource(target, {"a": "file"}, kept=kept if keeps else None)
+            assert await asyncio.to_thread(read, source) == payload_of(SIZE)
+            assert len(proxy.requests) == (2 if leads_back else 1)
+        for headers in (*web.headers, *other.headers):
+            assert "authorization" not in " ".join(headers).lower()
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_nothing_is_read_of_what_comes_with_a_redirection(web, kept, keeps):
     web.redirect = f"{web.address}file"
@@ -138,3 +167,37 @@ def test_requests_other_than_get_have_connections_of_their_own(web, kept):
         with pytest.raises(urllib.error.HTTPError, match="Unsupported method"):
             opener.open(request)
     assert kept.noted == []
+
+
+@pytest.fixture
+def silent():
+    """An address where nobody answers a connection: the queue of its listener is full."""
+    with socket.socket() as listener, contextlib.ExitStack() as waiting:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        yield listener.getsockname()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("answers", [False, True])
+def test_the_addresses_of_a_name_share_one_limit(web, kept, keeps, answers, silent, monkeypatch):
+    """Else a name with thousands of them would hold a device for a day."""
+    monkeypatch.setattr(timely_answers, "CONNECTION_SECONDS", 1.0)
+    places = [silent] * (2 if answers else 2000)
+    if answers:
+        places.append(("127.0.0.1", web.port))
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    target = f"{web.address.removeprefix('https:')}file"
+    source = HttpsSource(target, {"a": "file"}, kept=kept if keeps else None)
+    began = time.monotonic()
+    if answers:
+        assert read(source) == payload_of(SIZE)
+    else:
+        with pytest.raises(OSError, match="cannot be reached: "):
+            read(source)
+    assert time.monotonic() - began < 10

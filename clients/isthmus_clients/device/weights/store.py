@@ -327,6 +327,8 @@ class WeightStore:
             UserError: there is no such model, several begin so, a process fills a file of it, or
                 it is not known which files another one has.
         """
+        if not digest:  # as of a variable of a shell that is not set; all digests begin so
+            raise UserError("name a model by the first digits that `isthmus weights list` prints")
         lists = self._lists()
         found = [each for each in lists if each.startswith(digest)]
         if len(found) != 1:
@@ -350,7 +352,6 @@ class WeightStore:
             for name in names:
                 held.enter_context(self._unfilled(name))
             held.enter_context(_told(self.directory))
-            (self._models / gone).unlink(missing_ok=True)
             for view in self._views.glob(f"{gone}-*"):
                 shutil.rmtree(view, ignore_errors=True)
             for name in names:
@@ -358,6 +359,8 @@ class WeightStore:
                     with contextlib.suppress(FileNotFoundError):
                         freed += path.lstat().st_size
                         path.unlink()
+            # Last, so that what an interruption leaves has a name by which it can be removed.
+            (self._models / gone).unlink(missing_ok=True)
         return freed
 
     def _all_files(self) -> set[str]:
@@ -376,12 +379,12 @@ class WeightStore:
             UserError: one is at it.
         """
         path = self.partial / name
-        try:
-            opened = path.open("r+b", buffering=0)
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             yield
             return
-        with opened:
+        with _told(self.directory):
+            handle = _opened(path)
+        with os.fdopen(handle, "r+b", buffering=0) as opened:
             if not _locked(opened):
                 raise UserError(
                     f"a process fills a file of this model in {self.directory}; stop that device, "

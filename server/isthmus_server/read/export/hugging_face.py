@@ -67,7 +67,13 @@ def export_folder(job: Job, base: Path, model: nn.Module, folder: Path, *, merge
         return
     if adapted is not None:
         _check_untied(adapted)
-        outer = adapted.merge_and_unload()
+        if not hasattr(adapted, "merge_and_unload"):  # such as tokens before a prompt
+            raise UserError(
+                "the adapter changes no weights, so that there is nothing to merge it into; use "
+                "--format safetensors"
+            )
+        with _errors_of_the_library("merge the adapter"):
+            outer = adapted.merge_and_unload()
     with _errors_of_the_library("write the model"):
         outer.save_pretrained(folder, max_shard_size=_SHARD)
     if start is not None:
@@ -141,17 +147,35 @@ def _write_adapter(job: Job, base: Path, adapted: Any, folder: Path) -> None:
         raise UserError(
             f"the model has {len(adapted.peft_config)} adapters, and a folder has one; use one"
         )
-    (config,) = adapted.peft_config.values()
+    [(name, config)] = adapted.peft_config.items()
     config.base_model_name_or_path = under
     with _errors_of_the_library("write the adapter"):
         # The weights of an adapted embedding are those of the model under the adapter.
         adapted.save_pretrained(folder, save_embedding_layers=False)
+    if (folder / name).is_dir():  # where PEFT writes one that is not called default
+        for path in (folder / name).iterdir():
+            path.rename(folder / path.name)
+        (folder / name).rmdir()
     (folder / "README.md").unlink(missing_ok=True)  # a model card without contents
     kind = type(adapted.get_base_model())
     with _errors_of_the_library("load what it has written"), torch.random.fork_rng(devices=[]):
         original = kind.from_pretrained(base / under, dtype=torch.float32, local_files_only=True)
-        loaded = type(adapted).from_pretrained(original, folder)
+        loaded = type(adapted).from_pretrained(original, folder, adapter_name=name)
     _check_same(adapted, loaded, {})
+    _check_scales(adapted, loaded)
+
+
+def _check_scales(written: nn.Module, loaded: nn.Module) -> None:
+    """Refuse an adapter with scales that are in no file, as code may have changed them."""
+    found = dict(loaded.named_modules())
+    for path, module in written.named_modules():
+        own = getattr(module, "scaling", None)
+        if isinstance(own, dict) and own != found[path].scaling:
+            raise UserError(
+                f"the adapter of {path!r} has the scale {own}, and by its configuration "
+                f"{found[path].scaling}; set lora_alpha to what the model has, or use --format "
+                "merged"
+            )
 
 
 def _is_in_adapter(name: str) -> bool:

@@ -167,7 +167,7 @@ def test_a_killed_process_leaves_nothing_that_counts(store, model, manifest):
 SYNCED = """
 import os, sys
 from pathlib import Path
-from isthmus.start.manifest import ListedFile
+from isthmus.start.manifest import ListedFile, StartManifest
 from isthmus_clients.device.weights import store
 if os.geteuid() == 0:  # to whom all files are open
     os.setgid(65534)
@@ -176,26 +176,71 @@ data = bytes(1000)
 file = ListedFile("model", "model.safetensors", store.hashlib.sha256(data).hexdigest(), len(data))
 def killed(_):
     os.kill(os.getpid(), 9)
-if sys.argv[2:]:
+kept = store.WeightStore(Path(sys.argv[1]))
+manifest = StartManifest((file,))
+if sys.argv[2] == "killed":
+    kept.keep(manifest, "a model")
     store.os.fsync = killed
-with store.WeightStore(Path(sys.argv[1])).filling(file) as partial:
+if sys.argv[2] == "removes":
+    assert kept.remove(manifest.digest) == 1000
+    sys.exit()
+with kept.filling(file) as partial:
     partial.write(data[partial.offset :])
     assert partial.finish()
 """
 
 
-def test_a_process_that_is_killed_while_it_syncs_a_file_leaves_one_that_is_finished():
+@pytest.mark.parametrize("then", ["finishes", "removes"])
+def test_a_process_that_is_killed_while_it_syncs_a_file_leaves_one_of_use(then):
+    """It is finished, or removed."""
     # Other users cannot get into the folders of pytest.
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o777)
         command = [sys.executable, "-c", SYNCED, f"{place}/weights"]
         assert subprocess.run([*command, "killed"], check=False).returncode == -9
+        command = [*command, then]
         again = subprocess.run(command, capture_output=True, text=True, check=False)
         assert again.stderr == ""
         store = WeightStore(Path(place, "weights"))
         assert list(store.partial.iterdir()) == []
+        if then == "removes":
+            assert store.models() == []
+            return
         [whole] = store.files.iterdir()
         assert store.damage(whole.name) == ""
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_what_an_interrupted_removal_leaves_is_removed_by_the_next(
+    store, model, tmp_path, monkeypatch, after
+):
+    """Three files and their list."""
+    kept = store.add(adapter(tmp_path / "adapter"), model)
+    names = []
+    real = Path.unlink
+
+    def unlink(path, **more):
+        if len(names) == after and path.is_relative_to(store.directory):
+            raise KeyboardInterrupt
+        names.append(path)
+        real(path, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            store.remove(kept.manifest.digest)
+    assert [each.manifest.digest for each in store.models()] == [kept.manifest.digest]
+    store.remove(kept.manifest.digest)
+    assert store.models() == []
+    assert store.used_bytes == 0
+
+
+def test_no_digits_remove_nothing(store, model):
+    """Even if there is only one model."""
+    store.add(model)
+    with pytest.raises(UserError, match="name a model by the first digits"):
+        store.remove("")
+    assert len(store.models()) == 1
 
 
 def test_one_process_at_a_time_fills_a_file(store, manifest):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -212,6 +212,53 @@ def test_adapters_that_are_active_together_are_merged_together(tmp_path, job):
     export_folder(made, tmp_path, model, tmp_path / "merged", merged=True)
     found = outputs(TEXT, TEXT.from_pretrained(tmp_path / "merged"))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def of_job(tmp_path, job, settings, **more):
+    """A model with an adapter over the folder of a job, and the job."""
+    config = saved(tmp_path / "start", *text_model("llama"), dtype=torch.float32)
+    torch.manual_seed(3)
+    model = get_peft_model(TEXT.from_config(config), settings, **more)
+    fresh = [name for name, each in model.named_parameters() if each.requires_grad]
+    ModelStart(tmp_path / "start", exceptions=Exceptions(fresh=fresh)).fill(model)
+    (tmp_path / "out").mkdir()
+    return model, job(f"model.fresh={fresh}")
+
+
+def test_an_adapter_of_another_name_is_written_for_peft(tmp_path, job):
+    settings = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    model, made = of_job(tmp_path, job, settings, adapter_name="ferry")
+    export_folder(made, tmp_path, model, tmp_path / "out", merged=False)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded = PeftModel.from_pretrained(TEXT.from_pretrained(tmp_path / "start"), tmp_path / "out")
+    assert outputs(TEXT, loaded).equal(outputs(TEXT, model))
+
+
+def test_scales_that_no_file_has_are_refused(tmp_path, job):
+    settings = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    model, made = of_job(tmp_path, job, settings)
+    model.base_model.model.model.layers[1].self_attn.q_proj.set_scale("default", 3)
+    sentence = r"layers\.1\.self_attn\.q_proj' has the scale .* use --format merged"
+    with pytest.raises(UserError, match=sentence):
+        export_folder(made, tmp_path, model, tmp_path / "out", merged=False)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "changes no weights"),
+        (
+            LoraConfig(lora_bias=True, target_modules=["q_proj"]),
+            "cannot merge the adapter: Impossible to merge LoRA with `lora_bias=True`",
+        ),
+    ],
+)
+def test_what_cannot_be_merged_is_a_sentence(tmp_path, job, settings, sentence):
+    model, made = of_job(tmp_path, job, settings)
+    with pytest.raises(UserError, match=sentence):
+        export_folder(made, tmp_path, model, tmp_path / "out", merged=True)
 
 
 def text_model(name):
