@@ -1,0 +1,57 @@
+"""Models whose parameters are shared, kept or laid out as `fully_shard` does not expect it."""
+
+from typing import Any
+
+import torch
+from tests.datacenter.conditional_tasks import Regression
+from torch import nn
+
+WIDTH = 8
+
+
+class Shared(Regression):
+    """Blocks that have a module in common: an activation function, or a norm that is outside, too.
+
+    Settings: `what` is shared, and `units` names the children that are the task's sharding units.
+    """
+
+    def model(self) -> nn.Module:
+        return _Shared(self.settings["what"])
+
+    def shard_units(self, model: Any) -> Any:
+        if "units" not in self.settings:
+            return None
+        return [model.get_submodule(name) for name in self.settings["units"]]
+
+
+class _Shared(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        activation = nn.PReLU()
+        self.blocks = nn.ModuleList(
+            _Block(
+                activation if what == "activation" else nn.PReLU(),
+                self.norm if what == "norm" else nn.LayerNorm(WIDTH),
+            )
+            for _ in range(3)
+        )
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        output: torch.Tensor = self.last(self.norm(inputs))
+        return output
+
+
+class _Block(nn.Module):
+    def __init__(self, activation: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.activation = activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.activation(self.layer(self.norm(hidden)))
+        return output
