@@ -55,3 +55,44 @@ class _Block(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.activation(self.layer(self.norm(hidden)))
         return output
+
+
+class Transposed(Regression):
+    """A matrix whose elements are not in the order of its rows, as in `torch.channels_last`."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 1))
+        model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
+        return model
+
+
+class Turned(Regression):
+    """Blocks that take and return transposed matrices, not in order in memory."""
+
+    def model(self) -> nn.Module:
+        return _Turned()
+
+
+class _Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, 16), nn.Unflatten(1, (4, 4)))
+        self.blocks = nn.ModuleList(_Turning() for _ in range(4))
+        self.last = nn.Sequential(nn.Flatten(), nn.Linear(16, 1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: torch.Tensor = self.last(hidden)
+        return output
+
+
+class _Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(hidden.transpose(1, 2)).tanh().transpose(1, 2)
+        return output

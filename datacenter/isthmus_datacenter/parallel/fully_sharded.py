@@ -66,6 +66,7 @@ def apply_zero_stage(
     dtype = _DTYPES.get(dims.precision)
     data_mesh = dims.data_mesh(mesh)
     _refuse_shared(stage, units)
+    _make_contiguous(stage)
     # A unit that is within another one comes before it, which takes what is left.
     sizes = {id(unit): sum(1 for _ in unit.modules()) for unit in units}
     own = [
@@ -140,6 +141,16 @@ def _refuse_shared(stage: nn.Module, units: Sequence[nn.Module]) -> None:
                     f"{f'{path}.{name}'.lstrip('.')!r}, and this is one {where}, too; ranks gather "
                     "a parameter with one unit only: leave out the units that share it"
                 )
+
+
+def _make_contiguous(stage: nn.Module) -> None:
+    """Lay out the elements of parameters in order, of which `fully_shard` takes no others.
+
+    Those of convolutions in `torch.channels_last` are not, nor is a transposed matrix.
+    """
+    for parameter in stage.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _choose_messages(

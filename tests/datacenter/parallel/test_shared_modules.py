@@ -1,4 +1,4 @@
-"""Modules that several blocks have train on ranks like in one process, or are refused."""
+"""Shared modules, and tensors in another order in memory, train on ranks or are refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from isthmus.task.scoring.blocks import default_units
 
 STEPS = 4
 STAGES = (1, 3)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 MODELS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Shared", {"what": "activation"}),
     ("Shared", {"what": "norm"}),
     # One is within another, and one is given twice.
     ("Shared", {"what": "none", "units": ["blocks.0", "blocks.0.layer", "blocks.1", "blocks.1"]}),
+    ("Transposed", {}),
 )
 
 
@@ -33,6 +35,7 @@ def test_they_train_like_in_one_process(make_setup: Any, on_ranks: Any, tmp_path
     cases = [
         (name, settings, {"zero_stage": stage}) for name, settings in MODELS for stage in STAGES
     ]
+    cases += [("Turned", {}, {"pipeline_parallel": 2, "schedule": each}) for each in SCHEDULES]
     operations = []
     setups = []
     for number, (name, settings, layout) in enumerate(cases):
