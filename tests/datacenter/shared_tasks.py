@@ -66,6 +66,30 @@ class Transposed(Regression):
         return model
 
 
+class Kept(Regression):
+    """Adds a part of a parameter, of which a tensor was kept when the model was built.
+
+    The setting `as` says how.
+    """
+
+    def model(self) -> nn.Module:
+        return _Kept(self.settings["as"])
+
+
+class _Kept(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+        part = self.first.weight.detach()[0]
+        self.kept: Any = [part] if kind == "list" else part.clone() if kind == "copy" else part
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        kept = self.kept[0] if isinstance(self.kept, list) else self.kept
+        output: torch.Tensor = self.last(self.first(inputs).tanh() + kept)
+        return output
+
+
 class Turned(Regression):
     """Blocks that take and return transposed matrices, not in order in memory."""
 

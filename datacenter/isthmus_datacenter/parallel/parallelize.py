@@ -22,7 +22,7 @@ from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.task.scoring.blocks import default_units
 from isthmus.tensors.structure import Structure
-from isthmus_datacenter.parallel.built_parameters import BuiltParameters
+from isthmus_datacenter.parallel.built_parameters import BuiltParameters, refuse_kept_views
 from isthmus_datacenter.parallel.context_parallel import SharesAttention, context_plan
 from isthmus_datacenter.parallel.equivalence_check import (
     PartitionError,
@@ -533,9 +533,9 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
     """Refuse a model whose parameters cannot be distributed over the ranks.
 
     Raises:
-        TaskError: a parameter has no dimension, one that is trained has no elements, or a gradient
-            is sparse or changed by a hook; the forward pass changes parameters; or experts cannot
-            be divided.
+        TaskError: a parameter has no dimension, one that is trained has no elements or is kept
+            elsewhere, or a gradient is sparse or changed by a hook; the forward pass changes
+            parameters; or experts cannot be divided.
     """
     if dims.expert > 1:
         refuse_undividable(model, dims.expert)
@@ -544,6 +544,8 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
     if not dims.needs_fully_shard and dims.tensor == 1:
         return
     shards = dims.applies_fully_shard(device_type)
+    if shards or dims.tensor > 1:
+        refuse_kept_views(model)
     for name, parameter in model.named_parameters():
         # `fully_shard` fails in the first backward pass.
         if shards and parameter.requires_grad and not parameter.numel():

@@ -77,6 +77,20 @@ def test_units_of_a_task_that_share_a_module_are_refused(
         assert refusal.endswith("leave out the units that share it")
 
 
+def test_a_tensor_that_is_kept_of_a_parameter_is_refused_on_shards(
+    make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    cases = [("tensor", 0), ("copy", 3), ("tensor", 3), ("list", 1)]
+    setups = [setup_of(make_setup, "Kept", {"as": kind}, zero_stage=stage) for kind, stage in cases]
+    commands = [setup.open_command() for setup in setups]
+    for messages in on_ranks(2, "refusals", commands, str(tmp_path)):
+        assert messages[:2] == ["", ""]
+        for message in messages[2:]:
+            assert message.startswith(
+                "the model keeps 'kept', a tensor that shares memory with parameter 'first.weight'"
+            )
+
+
 def test_blocks_that_share_a_module_are_no_units() -> None:
     """Nor is one that has a module of the rest; a block that is called twice is one unit."""
     shared = nn.Linear(2, 2)
