@@ -92,7 +92,8 @@ def refuse_kept_views(model: nn.Module) -> None:
             if key in _TABLES or f"{key}_orig" in module._parameters:
                 continue
             for tensor in _tensors_in(value):
-                name = trained.get(_storage(tensor))
+                storage = _storage(tensor)
+                name = None if storage is None else trained.get(storage)
                 if name is not None and not isinstance(tensor, nn.Parameter):
                     raise TaskError(
                         f"the model keeps {f'{path}.{key}'.lstrip('.')!r}, a tensor that shares "
@@ -118,6 +119,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _storage(tensor: torch.Tensor) -> int | None:
     """A number of the tensor's storage, also of one without memory; None if it has none."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a subclass that wraps other tensors
         return None
