@@ -187,7 +187,8 @@ def parallelize(
     reductions: list[Reductions] = []
     for index, stage in own_stages.items():
         if task_units is None:
-            units = [unit for group in default_units(stage, smallest_unit) for unit in group]
+            groups = default_units(stage, smallest_unit, shared=not fully_shards)
+            units = [unit for group in groups for unit in group]
         else:
             units = units_in_stage(stage, task_units)
         own_experts = _divide_experts(stage, experts, expert_mesh, device, compared=compared)

@@ -35,6 +35,7 @@ def test_they_train_like_in_one_process(make_setup: Any, on_ranks: Any, tmp_path
     cases = [
         (name, settings, {"zero_stage": stage}) for name, settings in MODELS for stage in STAGES
     ]
+    cases += [("Shared", {"what": "activation"}, {"zero_stage": 0, "checkpoint_activations": True})]
     cases += [("Turned", {}, {"pipeline_parallel": 2, "schedule": each}) for each in SCHEDULES]
     operations = []
     setups = []
@@ -102,3 +103,5 @@ def test_blocks_that_share_a_module_are_no_units() -> None:
     model.outer = nn.Linear(2, 2)
     model.last = nn.ModuleList([nn.Sequential(model.outer)])
     assert default_units(model, 1) == [[model.blocks[1]], [model.repeated[0]], []]
+    every = [[*model.blocks], [model.repeated[0]], [*model.last]]
+    assert default_units(model, 1, shared=True) == every

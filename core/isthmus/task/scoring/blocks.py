@@ -12,12 +12,16 @@ from collections.abc import Iterator, Sequence, Set
 from torch import nn
 
 
-def default_units(model: nn.Module, smallest: int) -> list[list[nn.Module]]:
+def default_units(
+    model: nn.Module, smallest: int, *, shared: bool = False
+) -> list[list[nn.Module]]:
     """Find the blocks of each container that have at least `smallest` parameters, in order.
 
     A block that shares a parameter, or a module that has some, with the rest of the model stays
     with the root, which owns both uses of it. Nested containers are not searched: a Sequential is
     one unit, a ModuleList is never called and stays with the root.
+
+    With `shared` blocks that share something are units, too: those that are not sharded may.
     """
     containers = outermost_containers(model)
     users = _users(model, [block for container in containers for block in container.children()])
@@ -27,10 +31,10 @@ def default_units(model: nn.Module, smallest: int) -> list[list[nn.Module]]:
         for block in container.children():
             size = sum(parameter.numel() for parameter in block.parameters())
             # It would be gathered by one unit and be a shard for the other.
-            shared = any(len(users[id(parameter)]) > 1 for parameter in block.parameters())
+            alone = all(len(users[id(parameter)]) == 1 for parameter in block.parameters())
             if (
                 size >= smallest
-                and not shared
+                and (alone or shared)
                 and not isinstance(block, (nn.ModuleList, nn.ModuleDict))
             ):
                 units.append(block)
