@@ -472,7 +472,7 @@ def _check_calls_change_nothing(
         changed = [
             name
             for name, each in called.named_buffers()
-            if each.is_floating_point() and name in before and not torch.equal(each, before[name])
+            if name in before and not torch.equal(each, before[name])
         ]
     for name, each in called.named_parameters():
         if gathered and each._version != versions[name]:

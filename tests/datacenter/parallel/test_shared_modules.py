@@ -105,3 +105,13 @@ def test_blocks_that_share_a_module_are_no_units() -> None:
     assert default_units(model, 1) == [[model.blocks[1]], [model.repeated[0]], []]
     every = [[*model.blocks], [model.repeated[0]], [*model.last]]
     assert default_units(model, 1, shared=True) == every
+
+
+def test_a_count_of_calls_in_whole_numbers_is_refused_in_a_pipeline(
+    make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    setup = setup_of(make_setup, "Counted", {}, pipeline_parallel=2)
+    for (refusal,) in on_ranks(2, "refusals", [setup.open_command()], str(tmp_path)):
+        assert refusal.startswith(
+            "each call of the model in training changes its buffer '0.calls', and a pipeline calls"
+        )
