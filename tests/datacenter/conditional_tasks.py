@@ -171,7 +171,7 @@ class _Hidden(nn.Module):
 
 
 class Matrices(Table):
-    """Trained by any optimizer: by Muon its matrices only, and by `Lamb` of this file."""
+    """Trained by any optimizer: by Muon its matrices only, and by those of this file."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -183,7 +183,8 @@ class Matrices(Table):
         if kind == "Muon":
             parameters = [each for each in parameters if each.ndim == 2]
         options = {"lr": 0.02, **self.settings.get("options", {})}
-        return (Lamb if kind == "Lamb" else getattr(torch.optim, kind))(parameters, **options)
+        own = {each.__name__: each for each in (Lamb, Clipping, RatesByPlace)}
+        return (own.get(kind) or getattr(torch.optim, kind))(parameters, **options)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -201,6 +202,29 @@ class Lamb(torch.optim.Optimizer):
                     each, gradient = each.to_local(), gradient.to_local()
                 ratio = (each.norm() / (gradient.norm() + 1e-6)).clamp(max=10.0)
                 each.sub_(gradient * ratio, alpha=group["lr"])
+
+
+class Clipping(torch.optim.SGD):
+    """Limits the norm of the gradients of all its parameters, to `most`."""
+
+    def __init__(self, parameters: Any, lr: float, most: float) -> None:
+        super().__init__(parameters, lr)
+        self._most = most
+
+    def step(self, closure: Any = None) -> None:
+        every = [each for group in self.param_groups for each in group["params"]]
+        nn.utils.clip_grad_norm_(every, self._most)
+        super().step()
+
+
+class RatesByPlace(torch.optim.AdamW):
+    """Gives each parameter another rate, by its place among those that it is given."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        groups = [
+            {"params": [each], "lr": lr * 0.9**place} for place, each in enumerate(parameters)
+        ]
+        super().__init__(groups)
 
 
 class Given(Experts):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from isthmus.errors import TaskError
@@ -68,3 +69,56 @@ class BuiltParameters:
                     "elsewhere than in the module, such as in a function or a list, and ranks "
                     "train shards that have taken its place; use it as an attribute of its module"
                 )
+
+
+def refuse_kept_views(model: nn.Module) -> None:
+    """Refuse a model that keeps a tensor which is a part of a trained parameter.
+
+    It would follow the parameter in one process, and keep its first values on ranks that train
+    shards. A parameter that is kept itself is noticed by its gradient.
+
+    Raises:
+        TaskError: there is one.
+    """
+    trained = {
+        storage: name
+        for name, each in model.named_parameters()
+        if each.requires_grad and (storage := _storage(each)) is not None
+    }
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            # PyTorch's hooks of spectral_norm and the like keep the parameter under another name,
+            # and make this tensor anew for each pass.
+            if key in _TABLES or f"{key}_orig" in module._parameters:
+                continue
+            for tensor in _tensors_in(value):
+                storage = _storage(tensor)
+                name = None if storage is None else trained.get(storage)
+                if name is not None and not isinstance(tensor, nn.Parameter):
+                    raise TaskError(
+                        f"the model keeps {f'{path}.{key}'.lstrip('.')!r}, a tensor that shares "
+                        f"memory with parameter {name!r}, and ranks train shards that have taken "
+                        "its place; take it from the parameter in each forward pass"
+                    )
+
+
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+"""What a module keeps of PyTorch's, which is looked at elsewhere."""
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an attribute is, or has as its items."""
+    items: Iterable[Any] = [value]
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list | tuple):
+        items = value
+    return (each for each in items if isinstance(each, torch.Tensor))
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """A number of the tensor's storage, also of one without memory; None if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # a subclass that wraps other tensors
+        return None

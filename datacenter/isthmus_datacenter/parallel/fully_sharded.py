@@ -59,10 +59,21 @@ def apply_zero_stage(
     shards, and gathers among its own ranks (hybrid sharding, HSDP).
 
     `freed` returns freed activations on processors; None keeps them for the next step.
+
+    Raises:
+        TaskError: see `_refuse_shared`.
     """
     dtype = _DTYPES.get(dims.precision)
     data_mesh = dims.data_mesh(mesh)
-    own = [each for each in units if each is not stage and not isinstance(each, FSDPModule)]
+    _refuse_shared(stage, units)
+    _make_contiguous(stage)
+    # A unit that is within another one comes before it, which takes what is left.
+    sizes = {id(unit): sum(1 for _ in unit.modules()) for unit in units}
+    own = [
+        each
+        for each in sorted(units, key=lambda unit: sizes[id(unit)])
+        if each is not stage and not isinstance(each, FSDPModule)
+    ]
     for module in (*own, stage):
         # Sums over many replicas lose small gradients in half precision.
         reduce_dtype = None if dtype is None else torch.float32
@@ -104,6 +115,44 @@ def shard_experts(
         _choose_messages(module, dims, mesh, freed)
 
 
+def _refuse_shared(stage: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Refuse units that use a parameter of another unit, or of the rest of the model.
+
+    It would be gathered with one of the two, and be a shard for the other.
+
+    Raises:
+        TaskError: there is one.
+    """
+    chosen = {id(each) for each in units}
+    unit_of: dict[str, str] = {}
+    first_use: dict[int, str] = {}
+    # By all paths, as two units may have one module.
+    for path, module in stage.named_modules(remove_duplicate=False):
+        is_unit = id(module) in chosen or isinstance(module, FSDPModule)
+        unit_of[path] = path if is_unit else unit_of.get(path.rpartition(".")[0], "")
+        for name, parameter in module.named_parameters(recurse=False):
+            own = unit_of[path]
+            other = first_use.setdefault(id(parameter), own)
+            if other != own and stage.get_submodule(other) is not stage.get_submodule(own):
+                unit, rest = (own, other) if own else (other, own)
+                where = f"of {rest!r}" if rest else "of the rest of the model"
+                raise TaskError(
+                    f"shard_units() returned {unit!r}, which has parameter "
+                    f"{f'{path}.{name}'.lstrip('.')!r}, and this is one {where}, too; ranks gather "
+                    "a parameter with one unit only: leave out the units that share it"
+                )
+
+
+def _make_contiguous(stage: nn.Module) -> None:
+    """Lay out the elements of parameters in order, of which `fully_shard` takes no others.
+
+    Those of convolutions in `torch.channels_last` are not, nor is a transposed matrix.
+    """
+    for parameter in stage.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
 def _choose_messages(
     module: nn.Module, dims: ParallelDims, mesh: DeviceMesh, freed: FreedActivations | None
 ) -> None:
@@ -138,7 +187,7 @@ def parts_of(unit: nn.Module, smallest: int) -> list[nn.Module]:
 
 
 def units_in_stage(stage: nn.Module, task_units: Sequence[Any]) -> list[nn.Module]:
-    """Select those of a task's `shard_units` that are in a pipeline stage.
+    """Select those of a task's `shard_units` that are in a pipeline stage, each once.
 
     Raises:
         TaskError: one of them is not a module.
@@ -147,7 +196,7 @@ def units_in_stage(stage: nn.Module, task_units: Sequence[Any]) -> list[nn.Modul
     for unit in task_units:
         if not isinstance(unit, nn.Module):
             raise TaskError(f"shard_units() returned {type(unit).__name__}, not an nn.Module")
-    return [unit for unit in task_units if id(unit) in modules]
+    return list({id(unit): unit for unit in task_units if id(unit) in modules}.values())
 
 
 def wrap_unit(unit: nn.Module, number: int, dims: ParallelDims, backend: Any) -> None:

@@ -215,7 +215,7 @@ class ModelShard:
         self.stage_inputs = stage_inputs or {}
         self._structures = {index: Structure.of(stage) for index, stage in self.stages.items()}
         self.notes = list(notes)
-        self._all_names = all_names
+        self.all_names = all_names
         self._built = built
         self._gradients: WatchedGradients | None = None
 
@@ -342,7 +342,7 @@ class ModelShard:
         """
         if self._gradients is not None:
             parameters = self.parameters()
-            for name in self._gradients.take_unused(self._all_names, self.dims.ranks):
+            for name in self._gradients.take_unused(self.all_names, self.dims.ranks):
                 if gradients.pop(name, None) is not None:
                     parameters[name].grad = None
         if self.all_reduce is None:

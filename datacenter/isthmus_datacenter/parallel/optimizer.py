@@ -26,6 +26,7 @@ from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.parallel.optimizer_check import (
     ELEMENTWISE,
     check_on_shards,
+    check_on_stages,
     refuse_on_shards,
 )
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
@@ -103,7 +104,7 @@ class ShardedOptimizer:
         self._steps_without_overflow = 0
 
     def check(self) -> None:
-        """Refuse an optimizer that computes something else from shards than from whole parameters.
+        """Refuse an optimizer that computes something else from a rank's part than from the model.
 
         All ranks call this together. A rank that fails may leave the others waiting: it must end.
 
@@ -111,6 +112,7 @@ class ShardedOptimizer:
             TaskError: it does.
         """
         inner = list(self._optimizers.named.values())
+        check_on_stages(self.shard, inner, self._factory)
         check_on_shards(self.shard, inner, self._factory, _split_groups_by_mesh)
 
     def check_for(self, dims: ParallelDims) -> None:

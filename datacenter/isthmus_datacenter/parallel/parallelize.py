@@ -22,7 +22,7 @@ from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.task.scoring.blocks import default_units
 from isthmus.tensors.structure import Structure
-from isthmus_datacenter.parallel.built_parameters import BuiltParameters
+from isthmus_datacenter.parallel.built_parameters import BuiltParameters, refuse_kept_views
 from isthmus_datacenter.parallel.context_parallel import SharesAttention, context_plan
 from isthmus_datacenter.parallel.equivalence_check import (
     PartitionError,
@@ -187,7 +187,8 @@ def parallelize(
     reductions: list[Reductions] = []
     for index, stage in own_stages.items():
         if task_units is None:
-            units = [unit for group in default_units(stage, smallest_unit) for unit in group]
+            groups = default_units(stage, smallest_unit, shared=not fully_shards)
+            units = [unit for group in groups for unit in group]
         else:
             units = units_in_stage(stage, task_units)
         own_experts = _divide_experts(stage, experts, expert_mesh, device, compared=compared)
@@ -471,7 +472,7 @@ def _check_calls_change_nothing(
         changed = [
             name
             for name, each in called.named_buffers()
-            if each.is_floating_point() and name in before and not torch.equal(each, before[name])
+            if name in before and not torch.equal(each, before[name])
         ]
     for name, each in called.named_parameters():
         if gathered and each._version != versions[name]:
@@ -533,9 +534,9 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
     """Refuse a model whose parameters cannot be distributed over the ranks.
 
     Raises:
-        TaskError: a parameter has no dimension, one that is trained has no elements, or a gradient
-            is sparse or changed by a hook; the forward pass changes parameters; or experts cannot
-            be divided.
+        TaskError: a parameter has no dimension, one that is trained has no elements or is kept
+            elsewhere, or a gradient is sparse or changed by a hook; the forward pass changes
+            parameters; or experts cannot be divided.
     """
     if dims.expert > 1:
         refuse_undividable(model, dims.expert)
@@ -544,6 +545,8 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
     if not dims.needs_fully_shard and dims.tensor == 1:
         return
     shards = dims.applies_fully_shard(device_type)
+    if shards or dims.tensor > 1:
+        refuse_kept_views(model)
     for name, parameter in model.named_parameters():
         # `fully_shard` fails in the first backward pass.
         if shards and parameter.requires_grad and not parameter.numel():

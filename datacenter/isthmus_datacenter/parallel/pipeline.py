@@ -244,7 +244,10 @@ class Pipeline:
                     dims.stages,
                     self.device,
                     input_args=tuple(_empty_like(each, index > 0) for each in stage_inputs),
-                    output_args=tuple(_empty_like(each, True) for each in stage_outputs),
+                    output_args=tuple(
+                        _empty_like(each if index == dims.stages - 1 else _in_order(each), True)
+                        for each in stage_outputs
+                    ),
                     group=self.group,
                     splits_backward=splits_backward,
                 )
@@ -284,9 +287,18 @@ class _KnownShapesStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the stage for a micro-batch."""
         output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]  # PyTorch has no types for it
+        if not self.is_last:
+            output = tree_map_only(torch.Tensor, _in_order, output)
         # PyTorch frees the graph between the two parts of such a backward pass by detaching outputs
         # in place, which it cannot do with views. A Hugging Face decoder's last part is one.
         return tree_map_only(torch.Tensor, _no_view, output) if self._splits_backward else output
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The messages with the gradients of a micro-batch's inputs."""
+        messages = super().get_bwd_send_ops(bwd_chunk_id)
+        for each in messages:
+            each.tensor = _in_order(each.tensor)
+        return messages
 
     def _recv_meta(self, src_stage: int) -> Any:
         raise RankMessageError(_ASKED)
@@ -312,6 +324,11 @@ _ASKED = (
     "another stage of the pipeline asks for the shapes of tensors, which each stage knows: another "
     "program has taken a rank's place"
 )
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its elements in order, which messages need; a transposed one is copied."""
+    return tensor.contiguous()
 
 
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,9 @@ def test_optimizers_of_whole_matrices_are_refused_on_shards(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
     cases = [(kind, layout, {}) for kind in WHOLE for layout in LAYOUTS[2:]]
-    cases += [("Lamb", layout, {"local": True}) for layout in LAYOUTS[2:]]
+    # Movements by a rate of fine-tuning are small against the parameters.
+    rates = (0.02, 1e-5)
+    cases += [("Lamb", each, {"local": True, "lr": lr}) for each in LAYOUTS[2:] for lr in rates]
     cases += [("SparseAdam", LAYOUTS[2], {})]
     setups = [setup_of(make_setup, kind, layout, **more) for kind, layout, more in cases]
     commands = [setup.open_command() for setup in setups]
@@ -91,6 +93,27 @@ def test_optimizers_of_whole_matrices_are_refused_on_shards(
         for (kind, layout, _), message in zip(cases, messages, strict=True):
             assert message.startswith(f"optimizer() returned {kind}, which "), (kind, layout)
             assert "; SGD, Adam, AdamW, Adamax, NAdam, RAdam, " in message
+
+
+def test_optimizers_of_all_parameters_are_refused_in_a_pipeline(
+    make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    """Each rank would use those of its stages alone."""
+    layout = {"pipeline_parallel": 2}
+    # The larger limit is one of real gradients.
+    refused = [
+        ("Clipping", {"most": 0.1}),
+        ("Clipping", {"most": 100.0}),
+        ("RatesByPlace", {"lr": 1e-5}),
+    ]
+    trained = [("AdamW", {}), ("Lamb", {}), ("Adafactor", {}), ("Clipping", {"most": 1e9})]
+    setups = [setup_of(make_setup, kind, layout, **more) for kind, more in refused + trained]
+    commands = [setup.open_command() for setup in setups]
+    for messages in on_ranks(2, "refusals", commands, str(tmp_path)):
+        for (kind, _), message in zip(refused, messages, strict=False):
+            assert message.startswith(f"optimizer() returned {kind}, which moves '")
+            assert "otherwise with the parameters of one pipeline stage" in message
+        assert messages[len(refused) :] == [""] * len(trained)
 
 
 @pytest.mark.parametrize("kind", WHOLE)

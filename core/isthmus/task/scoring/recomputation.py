@@ -84,7 +84,8 @@ def recompute_blocks(task: Task, model: nn.Module, *, keep_products: bool) -> No
     with user_code("shard_units()"):
         given = task.shard_units(model)
     if given is None:
-        units = [unit for group in default_units(model, smallest=1) for unit in group]
+        groups = default_units(model, smallest=1, shared=True)
+        units = [unit for group in groups for unit in group]
     else:
         units = list(given)
         for unit in units:
