@@ -13,7 +13,7 @@ from isthmus.job.exchange import Compression
 from isthmus.job.planned import FAKE, Figure, PlannedRanks, RanksQuestion
 from isthmus.task import Task
 from isthmus_server.plan.adapters import adapted_task
-from isthmus_server.plan.changed_durations import Durations
+from isthmus_server.plan.changed_durations import Durations, RoundsOfSides
 from isthmus_server.plan.cost import beyond
 from isthmus_server.plan.sides import Sides
 
@@ -43,16 +43,16 @@ class ChangedPlan:
         changes: Mapping[str, Any],
         sides: Sides,
         budget: float | None,
-        durations: Sequence[Figure],
+        times: RoundsOfSides,
     ) -> ChangedPlan:
         """Pick the main figures of all sides.
 
         Args:
             name: of the change.
             changes: keys of the job and their values.
-            sides: of the changed job.
+            sides: of the changed job, with what failed attempts cost.
             budget: of the job; None for none.
-            durations: of rounds of the changed job.
+            times: of rounds of the changed job.
         """
         figures = []
         refused = ""
@@ -64,11 +64,12 @@ class ChangedPlan:
         if sides.devices is not None:
             down, up = sides.devices.run
             figures += [down, up]
-        figures += durations
+        figures += times.figures
         figures += sides.privacy
         cost = sides.cost[-1:]
         figures += cost
-        notes = [f"cost: {mark}" for each in cost if (mark := beyond(each, budget))]
+        notes = list(times.notes)
+        notes += [f"cost: {mark}" for each in cost if (mark := beyond(each, budget))]
         clients = changes.get("federated.clients")
         if clients is not None:
             notes.append(
@@ -123,6 +124,7 @@ def changed_plans(
                 took = durations.of_changed(changed, found, job)
             else:
                 took = durations.of_another_task(changed, found)
+            found = found.with_failed(took.failed)
         except UserError as error:
             return ChangedPlan(name=name, changes=changes, refused=str(error))
         return ChangedPlan.of(name, changes, found, job.budget, took)
