@@ -97,7 +97,7 @@ class PlannedJob:
         durations = Durations(base=base, options=options, calibration=calibration, timed=timed)
         as_it_is = durations.of(job, sides)
         sides = sides.with_failed(as_it_is.failed)
-        changes = [ChangedPlan.of("as it is", {}, sides, job.budget, as_it_is)]
+        changes = [ChangedPlan.of("as it is", {}, sides, sides, job.budget, as_it_is)]
         changes += changed_plans(job, task, base, ranks, sides, durations)
         found = cls(
             job=job,
