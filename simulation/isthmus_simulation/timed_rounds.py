@@ -59,7 +59,9 @@ class UntrainedRounds(Trial):
         return time.monotonic() >= self.deadline or super()._is_last(round_)
 
 
-def time_rounds(job: Job, base: Path, directory: Path, rounds: int, seconds: float) -> None:
+def time_rounds(
+    job: Job, base: Path, directory: Path, rounds: int, seconds: float, draws: int = 0
+) -> None:
     """Simulate federated rounds in a new run directory, of devices that train nothing, and stop.
 
     The devices are those of the job's seed, and are invited and lost as in other rounds than its
@@ -72,6 +74,7 @@ def time_rounds(job: Job, base: Path, directory: Path, rounds: int, seconds: flo
         rounds: how many there are at most; not more than those of the job if the first ones differ
             from later ones.
         seconds: on this machine after which no further one begins.
+        draws: which others than its own; the same number gives the same rounds.
 
     Raises:
         UserError: the job cannot be simulated, or its rounds fail.
@@ -81,7 +84,7 @@ def time_rounds(job: Job, base: Path, directory: Path, rounds: int, seconds: flo
         rounds = min(rounds, job.rounds)
 
     def make() -> UntrainedRounds:
-        timed = UntrainedRounds.new(_timed(job, rounds), base, directory)
+        timed = UntrainedRounds.new(_timed(job, rounds, draws), base, directory)
         timed.last_round = rounds
         timed.fleet_seed = job.seed
         timed.deadline = deadline
@@ -90,14 +93,14 @@ def time_rounds(job: Job, base: Path, directory: Path, rounds: int, seconds: flo
     run_apart(make)
 
 
-def _timed(job: Job, rounds: int) -> Job:
+def _timed(job: Job, rounds: int, draws: int) -> Job:
     """The job with federated rounds alone, of other draws, without evaluations and earlier ends.
 
     Raises:
         JobError: it cannot have such rounds.
     """
     changes: dict[str, object] = {
-        "seed": (job.seed + _OTHER_DRAWS) % 2**32,
+        "seed": (job.seed + _OTHER_DRAWS + draws) % 2**32,
         "strategy.policy": "federated",
         "strategy.settings": {},
         "strategy.schedule": [],

@@ -69,11 +69,6 @@ def test_a_comparison_leaves_out_baselines_without_participants(make_job, capsys
     assert not capsys.readouterr().out
 
 
-def test_a_comparison_needs_a_budget(tmp_path, table_job):
-    with pytest.raises(UserError, match=r"^a comparison of policies needs a budget"):
-        invoke(comparison_commands.compare, table_job, "--run-dir", tmp_path / "runs")
-
-
 @pytest.mark.parametrize(
     ("vary", "sentence"),
     [

@@ -56,6 +56,26 @@ def sweep(job, forked_commands):
     return run
 
 
+def test_policies_without_a_budget_train_all_rounds_and_a_line_compares_them(sweep, tmp_path):
+    """A federated round costs 4, and one of the datacenter 2 times 0.5."""
+    prices = ("--set", "prices={client_update=1,datacenter_step=0.5}")
+    ranks = ("--set", "datacenter={ranks=1,steps=2}")
+    policies = ("--vary", "strategy.policy=federated,datacenter")
+    results = tmp_path / "results.json"
+    told = sweep(
+        *policies, *prices, *ranks, "--json", str(results), "--run-dir", str(tmp_path / "a")
+    )
+    assert (
+        "the policies end at unequal cost (2 to 8): to compare them at one price, let all spend "
+        "the same: --set budget=8 --set rounds=8, as many as the cheapest can pay"
+    ) in told
+    runs = [each["runs"][0] for each in json.loads(results.read_text())["variants"]]
+    assert [(each["rounds"], each["cost"]) for each in runs] == [(2, 8.0), (2, 2.0)]
+    one_price = ("--set", "budget=8", "--set", "rounds=8")
+    again = sweep(*policies, *prices, *ranks, *one_price, "--run-dir", str(tmp_path / "b"))
+    assert "unequal" not in again
+
+
 def test_every_combination_and_seed_is_a_run_with_the_bits_of_a_single_one(sweep, tmp_path):
     directory, results = tmp_path / "sweep", tmp_path / "results.json"
     arguments = (

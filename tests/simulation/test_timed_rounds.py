@@ -27,9 +27,9 @@ def timed(write_task, make_job, tmp_path):
     """`timed("simulation.step_seconds=2")`: the rounds of a job whose task cannot train."""
     write_task(UNTRAINABLE)
 
-    def run(*overrides, rounds=5, seconds=1000.0):
+    def run(*overrides, rounds=5, seconds=1000.0, draws=0):
         directory = tmp_path / f"timed-{len(list(tmp_path.iterdir()))}"
-        time_rounds(make_job(*FLEET, *overrides), tmp_path, directory, rounds, seconds)
+        time_rounds(make_job(*FLEET, *overrides), tmp_path, directory, rounds, seconds, draws)
         return log_in(directory).rounds
 
     return run
@@ -72,6 +72,14 @@ def test_with_the_draws_of_the_run_they_take_its_time(
     trained = log_in(tmp_path / "run").rounds
     ends = [[each.record.elapsed for each in log] for log in (rounds, trained)]
     assert ends[0] == pytest.approx(ends[1])
+
+
+def test_other_draws_ask_the_same_devices_in_other_rounds(timed):
+    first, again, other = (timed(*SPREAD, rounds=12, draws=draws) for draws in (1, 1, 2))
+    assert seconds_of(first) == seconds_of(again) == seconds_of(other)
+    asked = [[each.planned.invited for each in log] for log in (first, again, other)]
+    assert asked[0] == asked[1]
+    assert sum(a == b for a, b in zip(asked[0], asked[2], strict=True)) < 3
 
 
 def test_over_selection_ends_a_round_with_the_fastest(timed):

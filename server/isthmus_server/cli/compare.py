@@ -62,7 +62,7 @@ results_option = click.option(
 @click.option(
     "--policies",
     show_default="datacenter,federated; none with --vary",
-    help="Policies to compare with the job's own, at the same budget.",
+    help="Policies to compare with the job's own, at the job's budget if it has one.",
 )
 @vary_option
 @public_data_option

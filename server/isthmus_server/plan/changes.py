@@ -13,7 +13,7 @@ from isthmus.job.exchange import Compression
 from isthmus.job.planned import FAKE, Figure, PlannedRanks, RanksQuestion
 from isthmus.task import Task
 from isthmus_server.plan.adapters import adapted_task
-from isthmus_server.plan.changed_durations import Durations
+from isthmus_server.plan.changed_durations import Durations, RoundsOfSides
 from isthmus_server.plan.cost import beyond
 from isthmus_server.plan.sides import Sides
 
@@ -42,17 +42,19 @@ class ChangedPlan:
         name: str,
         changes: Mapping[str, Any],
         sides: Sides,
+        before: Sides,
         budget: float | None,
-        durations: Sequence[Figure],
+        times: RoundsOfSides,
     ) -> ChangedPlan:
         """Pick the main figures of all sides.
 
         Args:
             name: of the change.
             changes: keys of the job and their values.
-            sides: of the changed job.
+            sides: of the changed job, with what failed attempts cost.
+            before: those of the job as it is.
             budget: of the job; None for none.
-            durations: of rounds of the changed job.
+            times: of rounds of the changed job.
         """
         figures = []
         refused = ""
@@ -64,11 +66,12 @@ class ChangedPlan:
         if sides.devices is not None:
             down, up = sides.devices.run
             figures += [down, up]
-        figures += durations
+        figures += times.figures
         figures += sides.privacy
         cost = sides.cost[-1:]
         figures += cost
-        notes = [f"cost: {mark}" for each in cost if (mark := beyond(each, budget))]
+        notes = [*_other_steps(sides, before), *times.notes]
+        notes += [f"cost: {mark}" for each in cost if (mark := beyond(each, budget))]
         clients = changes.get("federated.clients")
         if clients is not None:
             notes.append(
@@ -85,6 +88,14 @@ class ChangedPlan:
             "refused": self.refused,
             "notes": list(self.notes),
         }
+
+
+def _other_steps(sides: Sides, before: Sides) -> list[str]:
+    """A clause on a step that has other examples than that of the job as it is; or none."""
+    ranks, own = sides.datacenter, before.datacenter
+    if ranks is None or own is None or ranks.examples == own.examples:
+        return []
+    return [f"a step of the ranks has {ranks.examples:,} examples, and not {own.examples:,}"]
 
 
 def changed_plans(
@@ -123,9 +134,10 @@ def changed_plans(
                 took = durations.of_changed(changed, found, job)
             else:
                 took = durations.of_another_task(changed, found)
+            found = found.with_failed(took.failed)
         except UserError as error:
             return ChangedPlan(name=name, changes=changes, refused=str(error))
-        return ChangedPlan.of(name, changes, found, job.budget, took)
+        return ChangedPlan.of(name, changes, found, sides, job.budget, took)
 
     for name, changes, number in _changes(job, ranks, trains_there=sides.datacenter is not None):
         known = sides.datacenter if number == ranks else None
@@ -167,10 +179,22 @@ def _changes(
     for bits in (2, 3, 4, 8):
         yield from _with_bits(job, ranks, bits)
     if trains_there:
-        doubled = {"datacenter.ranks": 2 * ranks} if job.datacenter.ranks else {}
-        yield "ranks x 2", doubled, 2 * ranks
+        part = _least_divisor(ranks)
+        numbers = {"ranks x 2": 2 * ranks, f"ranks / {part}": ranks // part}
+        for name, number in numbers.items():
+            if number != ranks:
+                yield name, {"datacenter.ranks": number} if job.datacenter.ranks else {}, number
         if job.datacenter.zero_stage != 3:
             yield "ZeRO 3", {"datacenter.zero_stage": 3}, ranks
+
+
+def _least_divisor(number: int) -> int:
+    """The least divisor above 1, of which 1 has none but itself.
+
+    >>> [_least_divisor(number) for number in (1, 2, 9, 35)]
+    [1, 2, 3, 5]
+    """
+    return next((each for each in range(2, number) if not number % each), number)
 
 
 def _with_bits(job: Job, ranks: int, bits: int) -> Iterator[tuple[str, dict[str, Any], int]]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
 from isthmus.job.planned import EXACT, Figure
+from isthmus_server.plan.failed_attempts import FailedAttempts
+from isthmus_server.read.pages.templates import digits
 from isthmus_server.strategy.forecast import planned_price
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policies.fixed import Alternate, Fixed
@@ -16,9 +18,9 @@ from isthmus_server.strategy.policy import KINDS, Kind, Observation, Plan, Polic
 from isthmus_server.strategy.round_spec import evaluates
 
 UNIT_OF_PRICE = "of the job's unit of price"
-WITHOUT_FAILED = f"{EXACT}, without failed attempts"
-"""How the price of rounds is obtained: by the job's prices, if none is tried again."""
-_OF_A_BUFFER = "at least, of updates that count; devices that are broken off cost too"
+WITHOUT_FAILED = "without failed attempts"
+"""What the price of rounds leaves out, if it is not known how often attempts fail."""
+_OF_A_BUFFER = "at least, of updates that count, and devices that are broken off cost too"
 """How the price of rounds of a buffer is obtained."""
 
 
@@ -36,24 +38,59 @@ def possible_regimes(job: Job, policy: Policy, *, datacenter: bool) -> tuple[Kin
     return KINDS if datacenter else ("federated",)
 
 
-def costs(job: Job, policy: Policy, regimes: Sequence[Kind], model_bytes: int) -> list[Figure]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostQuestion:
+    """What the price of a run follows from."""
+
+    job: Job
+    policy: Policy
+    """Of the job."""
+    regimes: Sequence[Kind]
+    """That its rounds can have."""
+    model_bytes: int
+
+    def prices(self, failed: FailedAttempts | None = None) -> list[Figure]:
+        """The price of the run, see `costs`."""
+        return costs(self.job, self.policy, self.regimes, self.model_bytes, failed)
+
+
+def costs(
+    job: Job,
+    policy: Policy,
+    regimes: Sequence[Kind],
+    model_bytes: int,
+    failed: FailedAttempts | None = None,
+) -> list[Figure]:
     """The price of the run by policy and regime, and the range between, if all invited take part.
 
-    Failed attempts and comparisons that a policy asks for cost more. If the policy mixes regimes,
-    other policies may, and all regimes that the job can have are among them.
+    Comparisons that a policy asks for cost more. If the policy mixes regimes, other policies may,
+    and all regimes that the job can have are among them.
+
+    Args:
+        job: the job.
+        policy: of the job.
+        regimes: that its rounds can have.
+        model_bytes: of the model that is exchanged.
+        failed: attempts at rounds of devices that fail, whose mean price is added; None if it is
+            not known how many do.
     """
     listed = [kind for kind in KINDS if kind in regimes or _can_have(job, kind)]
     if len(regimes) == 1:
         listed = list(regimes)
-    prices = [(kind, _price(job, [kind] * job.rounds, model_bytes)) for kind in listed]
+    prices = [(kind, _price(job, [kind] * job.rounds, model_bytes, failed)) for kind in listed]
     is_buffered = job.federated.mode == "buffered" and any(kind != "datacenter" for kind in listed)
-    how = _OF_A_BUFFER if is_buffered else WITHOUT_FAILED
+    exact = f"{EXACT}, {WITHOUT_FAILED}"
+    how = _OF_A_BUFFER if is_buffered else exact
+    if failed is not None:
+        known = _OF_A_BUFFER if is_buffered else EXACT
+        added = f"; {digits(failed.price)} a round is for failed attempts" if failed.price else ""
+        how = f"{known}; {failed.how}{added}"
     found = [
         Figure(
             f"all rounds {kind}",
             price,
             UNIT_OF_PRICE,
-            WITHOUT_FAILED if kind == "datacenter" else how,
+            exact if kind == "datacenter" else how,
         )
         for kind, price in prices
     ]
@@ -68,7 +105,7 @@ def costs(job: Job, policy: Policy, regimes: Sequence[Kind], model_bytes: int) -
             figure = Figure(own, min(of_policy), UNIT_OF_PRICE, how_decided, most=max(of_policy))
             found.insert(0, figure)
         else:
-            price = _price(job, kinds, model_bytes)
+            price = _price(job, kinds, model_bytes, failed)
             found.insert(0, Figure(own, price, UNIT_OF_PRICE, how))
         found.append(Figure("any mixture", least, UNIT_OF_PRICE, how, most=most))
     return [_within(each, job.budget) for each in found]
@@ -113,9 +150,12 @@ def _planned_kinds(job: Job, policy: Policy) -> list[Kind] | None:
     return kinds
 
 
-def _price(job: Job, kinds: Sequence[Kind], model_bytes: int) -> float:
-    """The price of a run whose rounds are of these regimes."""
-    total = 0.0
+def _price(
+    job: Job, kinds: Sequence[Kind], model_bytes: int, failed: FailedAttempts | None
+) -> float:
+    """The price of a run whose rounds are of these regimes, with its failed attempts if known."""
+    with_devices = sum(kind != "datacenter" for kind in kinds)
+    total = 0.0 if failed is None else with_devices * failed.price
     of_round: dict[tuple[Kind, int], float] = {}
     for number, kind in enumerate(kinds, 1):
         devices = job.evaluation.devices if evaluates(job, number) else 0

@@ -32,7 +32,6 @@ from isthmus_server.plan.trials import Trials
 from isthmus_server.read.pages.charts import Line, Point, lines_chart
 from isthmus_server.read.pages.report_page import page
 from isthmus_server.read.pages.templates import digits
-from isthmus_server.read.report.durations import duration
 
 _COLOURS = 8
 """Styles of lines that the pages have."""
@@ -148,13 +147,12 @@ def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
     tried = _tried([points for points in trial.seeds if points], mode)
     if forecast is None:
         return (trial.policy, "", "", "", tried, trial.note)
-    took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds or ()))
     rounds = _range(forecast.rounds)
     return (
         trial.policy,
         f"{rounds} rounds",
         f"{_range(forecast.price)} units",
-        took or "not known",
+        forecast.time if forecast.seconds else "not known",
         tried,
         f"{trial.reached}, after round {rounds}"
         if mode is None
@@ -319,10 +317,7 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
     yield from _sentences(*plan.limits)
     if ranks is not None:
         yield from _sentences(WHOLE_PRICE)
-    yield (
-        "Cost has the prices of the job, if all invited devices take part; what failed attempts "
-        "cost is not in it."
-    )
+    yield f"Cost has the prices of the job, if all invited devices take part; {plan.of_failed}."
 
 
 def _about_ranks(plan: PlannedJob, ranks: PlannedRanks) -> Iterator[str]:

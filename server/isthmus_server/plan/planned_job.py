@@ -16,6 +16,7 @@ from isthmus_server.plan.changed_durations import Durations
 from isthmus_server.plan.changes import ChangedPlan, changed_plans
 from isthmus_server.plan.compared_layouts import LAUNCHES, SHORT_STEP, ordered
 from isthmus_server.plan.cost import possible_regimes
+from isthmus_server.plan.failed_attempts import FailedAttempts
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.replayed_policy import with_policy
 from isthmus_server.plan.sides import Sides
@@ -40,6 +41,8 @@ class PlannedJob:
     """Federated rounds that were timed; None for a job without devices."""
     trials: Trials | None
     """None without `trial`."""
+    failed: FailedAttempts | None = None
+    """Attempts at rounds of devices that fail; None if it is not known how many do."""
     command: str = ""
     """The command that makes the plan; empty if the job is no file."""
 
@@ -92,7 +95,9 @@ class PlannedJob:
             mixed = any(kind != "federated" for kind in regimes)
             timed = TimedRounds.of(job, base, parameters, mixed=mixed)
         durations = Durations(base=base, options=options, calibration=calibration, timed=timed)
-        changes = [ChangedPlan.of("as it is", {}, sides, job.budget, durations.of(job, sides))]
+        as_it_is = durations.of(job, sides)
+        sides = sides.with_failed(as_it_is.failed)
+        changes = [ChangedPlan.of("as it is", {}, sides, sides, job.budget, as_it_is)]
         changes += changed_plans(job, task, base, ranks, sides, durations)
         found = cls(
             job=job,
@@ -102,6 +107,7 @@ class PlannedJob:
             calibration=calibration,
             timed=timed,
             trials=None,
+            failed=as_it_is.failed,
             command=command,
         )
         if options.trial is None:
@@ -135,6 +141,13 @@ class PlannedJob:
             for name, limit in limits.items()
             if limit is not None
         ]
+
+    @property
+    def of_failed(self) -> str:
+        """What the cost has of attempts that fail, a clause."""
+        if self.failed is None:
+            return "what failed attempts cost is not in it"
+        return f"failed attempts are in it with their mean: {self.failed.how}"
 
     # -- the datacenter ----------------------------------------------------------------------------
 

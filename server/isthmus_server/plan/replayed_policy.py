@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,9 +16,15 @@ import numpy as np
 from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
 from isthmus_server.plan.round_log import kept_mode, kind_of
+from isthmus_server.plan.seconds_of_rounds import SecondsOfRounds, run_of
 from isthmus_server.strategy.answer_checks import checked_answer
 from isthmus_server.strategy.forecast import planned_price
-from isthmus_server.strategy.learning_curves import LEAST_EVALUATED, LearningCurves, Values
+from isthmus_server.strategy.learning_curves import (
+    LEAST_EVALUATED,
+    Interval,
+    LearningCurves,
+    Values,
+)
 from isthmus_server.strategy.limits import LimitRefusal, enforce_limits
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe
@@ -54,8 +61,9 @@ class RoundFacts:
     """What rounds of each kind take, and who takes part."""
 
     price: Mapping[str, float]
-    """By kind of round, in the job's unit."""
+    """By kind of round, in the job's unit, with the mean of attempts that fail."""
     seconds: Mapping[str, float]
+    """Mean by kind of round."""
     device_bytes: Mapping[str, float]
     """To and from all devices, by kind of round."""
     evaluated: Mapping[str, int]
@@ -70,6 +78,31 @@ class RoundFacts:
     """Most bytes of one device in a round."""
     began: float
     """Start of the run, in Unix seconds."""
+    times: Mapping[str, SecondsOfRounds] = dataclasses.field(default_factory=dict)
+    """How long rounds of each kind took, by which runs differ; empty if only `seconds` are asked
+    for."""
+
+    def took(self, kinds: Sequence[str], seconds: float, limit: float | None) -> Interval:
+        """How long a run takes.
+
+        Args:
+            kinds: of its rounds.
+            seconds: that it takes with the mean of each kind, and with its waits.
+            limit: of its job, in seconds; None for none.
+        """
+        counts = Counter(kinds)
+        found = None
+        if self.times:
+            found = run_of([(self.times[kind], count) for kind, count in counts.items()])
+        if found is None:
+            return Interval(seconds, seconds, seconds)
+        waits = seconds - sum(self.seconds[kind] * count for kind, count in counts.items())
+        low, middle, high = (
+            max(0.0, waits + each) for each in (found.low, found.median, found.high)
+        )
+        if limit is not None:  # a run that takes longer has fewer rounds
+            high = max(min(high, limit), middle)
+        return Interval(low, middle, high)
 
     def check(self, kind: str, before: str | None) -> None:
         """Refuse a round that nothing is known of.

@@ -55,6 +55,16 @@ class LoggedRound:
         return self.record.cost.device_bytes - compared
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggedFailure:
+    """An attempt that failed, at a round that is committed or not."""
+
+    round: int
+    kind: str
+    """Of the round that was planned."""
+    price: float
+
+
 def usual_rounds(rounds: Sequence[LoggedRound], kind: str) -> Sequence[LoggedRound]:
     """Rounds of a kind in which no gradients were measured, and if there are none, all of it.
 
@@ -71,19 +81,28 @@ class RoundLog:
     job: Job
     run_id: str
     rounds: Sequence[LoggedRound]
+    failures: Sequence[LoggedFailure] = ()
 
     @classmethod
     def of(cls, store: Store) -> Self:
         """Read it."""
         rounds = []
+        failures = []
         for logged in store.logged_attempts():
             plan = logged.planned.decision.answer
-            if isinstance(logged.record, RoundRecord) and isinstance(plan, Plan):
-                kind = kind_of(plan, store.job)
+            record = logged.record
+            if record is None or not isinstance(plan, Plan):
+                continue
+            kind = kind_of(plan, store.job)
+            if isinstance(record, RoundRecord):
                 rounds.append(
-                    LoggedRound(planned=logged.planned, plan=plan, record=logged.record, kind=kind)
+                    LoggedRound(planned=logged.planned, plan=plan, record=record, kind=kind)
                 )
-        return cls(job=store.job, run_id=store.run_id, rounds=rounds)
+            else:
+                failures.append(
+                    LoggedFailure(round=record.round, kind=kind, price=record.cost.price)
+                )
+        return cls(job=store.job, run_id=store.run_id, rounds=rounds, failures=failures)
 
     @property
     def observed(self) -> Observation | None:
@@ -97,8 +116,9 @@ class RoundLog:
 
     @property
     def spent(self) -> float:
-        """Price of the committed rounds, comparisons included."""
-        return sum(each.record.cost.price for each in self.rounds)
+        """Price of everything, comparisons and failed attempts included."""
+        committed = sum(each.record.cost.price for each in self.rounds)
+        return committed + sum(each.price for each in self.failures)
 
     def evaluated(self, metric: str, kind: str) -> int:
         """How many rounds of a kind have a metric, and began with a model whose metric is known."""

@@ -16,8 +16,9 @@ from isthmus.provided import load_provided, provided
 from isthmus.task import Task
 from isthmus_server.checks import check_exchanged, check_measured, check_settings
 from isthmus_server.model.optimizers import make_optimizer
-from isthmus_server.plan.cost import costs, possible_regimes
+from isthmus_server.plan.cost import CostQuestion, possible_regimes
 from isthmus_server.plan.devices import PlannedDevices
+from isthmus_server.plan.failed_attempts import FailedAttempts
 from isthmus_server.plan.model_parts import ModelParts
 from isthmus_server.plan.privacy import epsilons
 from isthmus_server.plan.token_prices import TokenQuestion
@@ -35,12 +36,17 @@ class Sides:
     """None for a job without rounds of devices."""
     privacy: list[Figure]
     cost: list[Figure]
+    cost_question: CostQuestion
     token_question: TokenQuestion
 
     @functools.cached_property
     def tokens(self) -> list[Figure]:
         """What a token costs; data are read when it is asked for, once."""
         return self.token_question.prices()
+
+    def with_failed(self, failed: FailedAttempts | None) -> Sides:
+        """The same with what failed attempts cost; None if that is not known."""
+        return dataclasses.replace(self, cost=self.cost_question.prices(failed))
 
     @classmethod
     def of(
@@ -94,11 +100,15 @@ class Sides:
                 hybrid="hybrid" in regimes,
                 always="datacenter" not in regimes,
             )
+        cost_question = CostQuestion(
+            job=job, policy=policy, regimes=regimes, model_bytes=layout.nbytes
+        )
         return cls(
             datacenter=datacenter,
             devices=devices,
             privacy=epsilons(job),
-            cost=costs(job, policy, regimes, layout.nbytes),
+            cost=cost_question.prices(),
+            cost_question=cost_question,
             token_question=TokenQuestion(
                 job,
                 task,

@@ -21,7 +21,9 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.planned import PLANS, Figure
 from isthmus.provided import load_provided, provided
+from isthmus_server.plan.failed_attempts import FailedAttempts
 from isthmus_server.plan.round_log import LoggedRound
+from isthmus_server.plan.seconds_of_rounds import SecondsOfRounds
 from isthmus_server.plan.simulated_log import log_in
 
 ROUNDS = 200
@@ -35,8 +37,6 @@ WHERE_SPEED = (
     "simulation.down_mbit to those of the devices"
 )
 """Which keys say what a plan does not."""
-_NINETY = 1.645
-"""Deviations from the mean within which nine of ten values of a normal distribution are."""
 
 
 class TimeRounds(Protocol):
@@ -59,6 +59,8 @@ class TimedRounds:
     """Seconds of each timed round, from the commit before it to its own."""
     delivered: Sequence[float] = ()
     """Share of the invited devices whose updates each timed round has."""
+    failed: Sequence[float] = ()
+    """Price of each attempt that failed."""
     unknown: str = ""
     """Why nothing was timed, a sentence; empty if something was."""
     note: str = ""
@@ -104,9 +106,10 @@ class TimedRounds:
             with tempfile.TemporaryDirectory(prefix="isthmus-timed-") as scratch:
                 directory = Path(scratch) / "run"
                 time_rounds(job, base, directory, most, real_seconds)
-                rounds = log_in(directory).rounds
+                log = log_in(directory)
         except UserError as error:
             return cls(unknown=f"duration of a round is not known: {error}")
+        rounds = log.rounds
         ends = [each.record.elapsed for each in rounds]
         seconds = [end - start for start, end in itertools.pairwise([0.0, *ends])]
         count = "one round was timed" if len(rounds) == 1 else f"{len(rounds)} rounds were timed"
@@ -123,17 +126,35 @@ class TimedRounds:
             mixed=mixed,
             seconds=seconds,
             delivered=[_delivered(each) for each in rounds],
+            failed=[each.price for each in log.failures],
             note=note,
         )
 
     @property
+    def times(self) -> SecondsOfRounds:
+        """How long they took, and what runs take by that."""
+        return SecondsOfRounds(self.seconds)
+
+    @property
     def mean(self) -> float:
         """Seconds of a round."""
-        return statistics.fmean(self.seconds)
+        return self.times.mean
 
-    def mean_with(self, others: float) -> float:
-        """Seconds of a round in which others train at the same time, for so many seconds."""
-        return statistics.fmean(max(each, others) for each in self.seconds)
+    def times_with(self, others: float, after: float) -> SecondsOfRounds:
+        """How long rounds take in which others train at the same time.
+
+        Args:
+            others: seconds for which they train.
+            after: seconds of what follows in each round.
+        """
+        return SecondsOfRounds([max(each, others) + after for each in self.seconds])
+
+    @property
+    def failed_attempts(self) -> FailedAttempts | None:
+        """What failed attempts add to the price of a round; None if nothing was timed."""
+        if not self.seconds:
+            return None
+        return FailedAttempts.of_timed(self.failed, len(self.seconds))
 
     @property
     def median(self) -> Figure:
@@ -146,55 +167,29 @@ class TimedRounds:
 
     @property
     def middle_of_runs(self) -> float:
-        """Seconds of the run in the middle, of all runs that timed rounds make from one of them on.
-
-        A long round that is rare is in the mean of rounds, and in most runs of few rounds it is
-        not. After the last timed round follows the first one.
-        """
-        count = len(self.seconds)
-        times, rest = divmod(self.rounds, count)
-        until = [0.0, *itertools.accumulate([*self.seconds, *self.seconds])]
-        rests = [until[start + rest] - until[start] for start in range(count)]
-        return times * sum(self.seconds) + statistics.median(rests)
-
-    @property
-    def _spread(self) -> float:
-        """Standard deviation of a round, as far as sums of rounds show it.
-
-        A lost device is missing for many rounds, which are alike for that: sums spread by more than
-        their rounds would by themselves.
-        """
-        count = len(self.seconds)
-        if count < 2:
-            return 0.0
-        size = math.isqrt(count)
-        starts = range(0, count - size + 1, size)
-        blocks = [statistics.fmean(self.seconds[start : start + size]) for start in starts]
-        of_blocks = statistics.stdev(blocks) * math.sqrt(size)
-        return max(statistics.stdev(self.seconds), of_blocks)
+        """Seconds of the run in the middle, see `SecondsOfRounds.middle_of_runs`."""
+        return self.times.middle_of_runs(self.rounds)
 
     @property
     def figures(self) -> list[Figure]:
         """What was timed, and what follows from it for the job; nothing if nothing was."""
         if not self.seconds:
             return []
-        count = len(self.seconds)
         how = self._how
         of_run = f"if each round is federated; {how}" if self.mixed else how
         low, high = _ends(self.seconds)
         least, most = _ends(self.delivered)
-        whole = self.rounds * self.mean
-        # The mean is one of timed rounds, and the run has a mean of its own.
-        off = _NINETY * self._spread * math.sqrt(self.rounds + self.rounds**2 / count)
-        return [
+        name = f"all {self.rounds} rounds"
+        whole = self.times.run(self.rounds)
+        found = [
             self.median,
             Figure("5 % to 95 % of rounds", low, "s", how, most=high),
-            Figure(f"all {self.rounds} rounds, median", self.middle_of_runs, "s", of_run),
-            Figure(
-                f"all {self.rounds} rounds", max(0.0, whole - off), "s", of_run, most=whole + off
-            ),
-            Figure("updates, 5 % to 95 % of rounds", least, "of the invited", how, most=most),
+            Figure(f"{name}, median", self.middle_of_runs, "s", of_run),
         ]
+        if whole is not None:
+            found.append(Figure(name, whole.low, "s", of_run, most=whole.high))
+        updates = "updates, 5 % to 95 % of rounds"
+        return [*found, Figure(updates, least, "of the invited", how, most=most)]
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and texts for a terminal."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Collection, Sequence
 
 from isthmus.job import Job
 from isthmus_server.plan.policy_trial import PolicyTrial
 from isthmus_server.plan.round_log import kept_mode
-from isthmus_server.read.pages.templates import digits
+from isthmus_server.read.report.one_price import unequal_ends
 from isthmus_server.strategy.learning_curves import COVERED
-
-_ALIKE = 1.01
-"""Prices that differ by a smaller factor are no difference."""
 
 
 def overlap_of(policies: Sequence[PolicyTrial], metric: str) -> str:
@@ -77,37 +73,7 @@ def unequal_of(policies: Sequence[PolicyTrial]) -> str:
     known = [each.known for each in policies if each.known is not None]
     prices = [statistics.fmean(each.price) for each in known]
     rounds = [statistics.fmean(each.rounds) for each in known]
-    if len(known) < 2:
-        return ""
-    parts = []
-    if max(prices) > _ALIKE * min(prices):
-        parts.append(f"at unequal cost ({digits(min(prices))} to {digits(max(prices))})")
-    if max(rounds) > min(rounds):
-        parts.append(f"after unequal rounds ({digits(min(rounds))} to {digits(max(rounds))})")
-    if not parts:
-        return ""
-    found = f"the policies end {' and '.join(parts)}"
-    if len(parts) == 1 and max(rounds) > min(rounds):
-        return f"{found}: they are compared at one price, and not by their rounds"
-    each_round = min(price / count for price, count in zip(prices, rounds, strict=True) if count)
-    budget = _four_digits_up(max(prices))
-    if not each_round:
-        return f"{found}: they are not compared at one price, and one of them costs nothing"
-    paid = math.floor(budget / each_round * (1 + 1e-9))
-    return (
-        f"{found}: to compare them at one price, let all spend the same: "
-        f"--set budget={budget:.15g} --set rounds={paid}, as many as the cheapest can pay"
-    )
-
-
-def _four_digits_up(price: float) -> float:
-    """The next price with four digits, of which nobody lacks what rounding took.
-
-    >>> _four_digits_up(12345.6), _four_digits_up(40.0), _four_digits_up(0.1 + 0.2)
-    (12350.0, 40.0, 0.3)
-    """
-    unit = 10.0 ** (math.floor(math.log10(price)) - 3) if price > 0 else 1.0
-    return float(f"{math.ceil(price / unit - 1e-9) * unit:.12g}")
+    return unequal_ends(prices, rounds)
 
 
 def lower_of(policies: Sequence[PolicyTrial], job: Job, metric: str) -> str:

@@ -66,7 +66,10 @@ class Alternative:
     """Fewest and most rounds."""
     price: tuple[float, float] = (0.0, 0.0)
     seconds: tuple[float, float] | None = None
-    """Least and most; None if it is not known how long its rounds take."""
+    """Least and most, in a plan the ends of a 90 % interval; None if it is not known how long its
+    rounds take."""
+    middle_seconds: float | None = None
+    """In the middle of that interval; None where there is none."""
     unknown: str = ""
     """Why it cannot be known."""
     missing: str = ""
@@ -105,10 +108,15 @@ class Alternative:
     @property
     def course(self) -> str:
         """Rounds, cost and time of it."""
-        return (
-            f"{_range(self.rounds)} rounds, cost {_range(self.price)}, "
-            f"{time_in_words(*self.seconds or ())}"
-        )
+        return f"{_range(self.rounds)} rounds, cost {_range(self.price)}, {self.time}"
+
+    @property
+    def time(self) -> str:
+        """How long it takes, with the interval if there is one."""
+        ends = time_in_words(*self.seconds or ())
+        if self.seconds is None or self.middle_seconds is None or " to " not in ends:
+            return ends
+        return f"{time_in_words(self.middle_seconds)} ({ends})"
 
     @property
     def _said_before(self) -> str:
@@ -291,7 +299,8 @@ def facts_of(logs: Sequence[RoundLog], metric: str) -> RoundFacts:
     names = sorted({name for each in observations for name in each.datacenter_names})
     return RoundFacts(
         price={
-            kind: statistics.fmean(each.price for each in rounds) for kind, rounds in usual.items()
+            kind: statistics.fmean(each.price for each in rounds) + _price_of_failures(logs, kind)
+            for kind, rounds in usual.items()
         },
         seconds={
             kind: statistics.fmean(each.record.seconds for each in rounds)
@@ -311,6 +320,12 @@ def facts_of(logs: Sequence[RoundLog], metric: str) -> RoundFacts:
     )
 
 
+def _price_of_failures(logs: Sequence[RoundLog], kind: str) -> float:
+    """What failed attempts at rounds of a kind have cost, for each that was committed."""
+    failed = sum(each.price for log in logs for each in log.failures if each.kind == kind)
+    return failed / sum(each.kind == kind for log in logs for each in log.rounds)
+
+
 def alternative(
     job: Job, policy: str, facts: RoundFacts, curves: Mapping[str, LearningCurves], shown: str
 ) -> Alternative:
@@ -323,22 +338,34 @@ def alternative(
         return Alternative(policy=policy, unknown=str(error))
     rounds = [len(each.kinds) for each in done]
     price = [each.price for each in done]
-    seconds = [each.seconds for each in done]
-    return Alternative(
+    found = Alternative(
         policy=policy,
         reached=curves[shown].interval(ends, doubt),
         rounds=(min(rounds), max(rounds)),
         price=(min(price), max(price)),
-        seconds=range_of_seconds(seconds),
     )
+    return with_times(found, job, facts, [(each.kinds, each.seconds) for each in done])
 
 
-def range_of_seconds(seconds: Sequence[float]) -> tuple[float, float] | None:
-    """The least and the most of how long runs take; None if that is not known.
+def with_times(
+    found: Alternative, job: Job, facts: RoundFacts, runs: Sequence[tuple[Sequence[str], float]]
+) -> Alternative:
+    """What is known of a policy with the time that it takes; without, if that is not known.
 
     Runs of simulated devices without a speed take 0 seconds.
+
+    Args:
+        found: what is known.
+        job: with the policy.
+        facts: of its rounds.
+        runs: kinds of the rounds of each, and the seconds that it takes with the mean of each kind.
     """
-    return (min(seconds), max(seconds)) if any(seconds) else None
+    took = [facts.took(kinds, seconds, job.seconds) for kinds, seconds in runs]
+    if not any(each.high for each in took):
+        return found
+    middle = statistics.median(each.median for each in took) if facts.times else None
+    ends = (min(each.low for each in took), max(each.high for each in took))
+    return dataclasses.replace(found, seconds=ends, middle_seconds=middle)
 
 
 def _known_well(found: Alternative, curve: LearningCurves) -> Alternative:

@@ -148,14 +148,33 @@ def test_the_rate_of_this_machine_is_measured(job_file, monkeypatch):
 def test_the_table_is_of_jobs_with_the_changes(job_file):
     base = plan_of(job_file, (*RANKS, *DEVICES), PlanOptions())
     rows = {each.name: each for each in base.changes}
-    assert {"as it is", "cohort x 2", "cohort / 2", "ranks x 2", "ZeRO 3"} <= rows.keys()
-    for name in ("cohort x 2", "updates of 3 bits, one element in 4", "ranks x 2", "ZeRO 3"):
+    ranks = {"ranks x 2", "ranks / 2", "ZeRO 3"}
+    assert {"as it is", "cohort x 2", "cohort / 2", *ranks} <= rows.keys()
+    for name in ("cohort x 2", "updates of 3 bits, one element in 4", *sorted(ranks)):
         row = rows[name]
         task = load_task(base.job.task.source, {}, base=job_file.parent)
         changed = with_changes(base.job, row.changes)
         expected = JobPlan.of(changed, task, job_file.parent, PlanOptions()).changes[0]
         assert row.figures == expected.figures, name
     assert "secure_aggregation needs a quorum of at least 3" in rows["cohort / 2"].refused
+
+
+@pytest.mark.parametrize(
+    ("ranks", "row"), [(1, None), (3, "ranks / 3"), (4, "ranks / 2"), (9, "ranks / 3")]
+)
+def test_fewer_ranks_are_planned_where_their_number_can_be_divided(ranks, row, job_file):
+    overrides = (f"datacenter.ranks={ranks}", "strategy.policy=datacenter", "federated.clients=0")
+    plan = plan_of(job_file, overrides, PlanOptions())
+    rows = {each.name: each for each in plan.changes}
+    assert [name for name in rows if name.startswith("ranks / ")] == ([row] if row else [])
+    batch = plan.job.datacenter.batch_size
+    if row:
+        fewer = ranks // int(row[-1])
+        assert rows[row].changes == {"datacenter.ranks": fewer}
+        note = f"a step of the ranks has {batch * fewer} examples, and not {batch * ranks}"
+        assert rows[row].notes == [note]
+    same = plan_of(job_file, (*overrides, f"datacenter.global_batch={ranks * 4}"), PlanOptions())
+    assert not any("a step of the ranks" in note for each in same.changes for note in each.notes)
 
 
 def test_adapters_are_all_that_is_exchanged(job_file):

@@ -1,6 +1,8 @@
 """The duration of federated rounds in a plan, from rounds that train nothing."""
 
+import dataclasses
 import json
+import re
 import statistics
 
 import pytest
@@ -8,10 +10,14 @@ from click.testing import CliRunner
 
 from isthmus_server.cli.plan import plan as plan_command
 from isthmus_server.plan import timed_rounds
+from isthmus_server.plan.changed_durations import within_noise
 from isthmus_server.plan.options import PlanOptions
 from isthmus_server.plan.plan import plan_of
+from isthmus_server.plan.replayed_policy import RoundFacts
+from isthmus_server.plan.seconds_of_rounds import SecondsOfRounds
 from isthmus_server.plan.simulated_log import log_in
 from isthmus_server.plan.timed_rounds import WHERE_SPEED
+from isthmus_server.strategy.learning_curves import Interval
 from isthmus_simulation.trial import train_trial
 
 JOB = """
@@ -54,6 +60,13 @@ def job_file(write_task, tmp_path):
 def many(monkeypatch):
     """Enough rounds for a mean."""
     monkeypatch.setattr(timed_rounds, "ROUNDS", 60)
+    monkeypatch.setattr(timed_rounds, "REAL_SECONDS", 600.0)
+
+
+@pytest.fixture
+def some(monkeypatch):
+    """Enough rounds for some failed attempts."""
+    monkeypatch.setattr(timed_rounds, "ROUNDS", 16)
     monkeypatch.setattr(timed_rounds, "REAL_SECONDS", 600.0)
 
 
@@ -139,12 +152,98 @@ def test_what_would_change_durations_is_said(job_file):
         if "a federated round" in row
     }
     assert took["as it is"] == plan.timed.mean
+    for row in rows.values():
+        if "a federated round" in row:
+            within = row["its mean is within"]
+            assert within.value < row["a federated round"].value < within.highest
     assert took["cohort x 2"] != took["as it is"]
     # Without devices to spare, the slowest has to come.
     assert took["over-selection 1"] > took["as it is"]
     # Without rates of links, the bytes of updates take no time.
     assert took["updates of 4 bits"] == took["as it is"]
     assert "a federated round" not in rows["adapters of rank 8, frozen base"]
+
+
+def timed_of(seconds, failed=()):
+    return timed_rounds.TimedRounds(
+        rounds=30, seconds=seconds, delivered=[1.0] * len(seconds), failed=failed
+    )
+
+
+def test_a_difference_that_timed_rounds_do_not_tell_is_said():
+    now = timed_of([1.0, 3.0] * 100)
+    (said,) = within_noise(timed_of([1.1, 3.0] * 25), now)
+    assert said.startswith("a federated round differs from that of the job as it is by less than")
+    assert said.endswith("the noise of the timed rounds")
+    assert not within_noise(timed_of([5.0, 8.0] * 25), now)
+    assert not within_noise(now, now)
+    (one,) = within_noise(timed_of([9.0]), now)
+    assert one.startswith("one timed round does not say how")
+    assert within_noise(timed_rounds.TimedRounds(unknown="why"), now) == ["why"]
+
+
+def test_a_difference_of_failed_attempts_that_timed_rounds_do_not_tell_is_said():
+    now = timed_of([1.0, 3.0] * 100)
+    (said,) = within_noise(timed_of([1.0, 3.0] * 25, failed=[4.0]), now)
+    assert said.startswith("the cost of failed attempts differs from that of the job as it is by")
+    assert not within_noise(timed_of([1.0, 3.0] * 25, failed=[4.0] * 9), now)
+
+
+@pytest.mark.usefixtures("some")
+def test_cost_has_the_mean_of_failed_attempts(job_file):
+    plan = planned(job_file, "simulation.dropout=0.3", "federated.over_selection=1", "budget=1")
+    failed = plan.timed.failed
+    assert failed
+    assert set(failed) <= {1.0, 2.0, 3.0, 4.0}  # of devices that had begun
+    (cost,) = plan.sides.cost
+    assert cost.value == pytest.approx(40 * (4 + sum(failed) / 16))
+    attempts = 16 + len(failed)
+    assert f"{len(failed)} of {attempts} timed attempts failed" in cost.how
+    assert " a round is for failed attempts; beyond budget=1, where" in cost.how
+    assert "failed attempts are in it with their mean: " in plan.html()
+    assert plan.changes[0].figures[-1].value == cost.value
+    rows = {each.name: each.figures[-1].value for each in plan.changes if each.figures}
+    assert rows["over-selection 1.25"] >= 40 * 5
+
+
+@pytest.mark.usefixtures("some")
+def test_the_price_of_a_forecast_has_the_mean_of_failed_attempts(job_file):
+    often = ("simulation.dropout=0.3", "federated.over_selection=1")
+    plan = planned(job_file, *often, trial=3, policies=("federated",))
+    (tried,) = plan.trials.policies
+    (cost,) = plan.sides.cost
+    assert tried.forecast.price == pytest.approx((cost.value,) * 2)
+    assert cost.value > 40 * 4
+    # What failed in the trials themselves is in their prices.
+    assert max(points[-1].price for points in tried.seeds) > 3 * 4
+
+
+def test_cost_without_failed_attempts_says_so(job_file):
+    (none,) = planned(job_file, "simulation.dropout=0").sides.cost
+    assert none.how == "exact; none of 6 timed attempts failed"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "price"),
+    [
+        # Two of four are needed: an attempt fails if three or four are lost.
+        (("federated.quorum=2", "simulation.dropout=0.5"), 4 * 5 / 11),
+        (("federated.quorum=4", "simulation.dropout=0.5"), 4 * 15),
+        (("federated.quorum=1", "simulation.dropout=0"), None),
+        (("federated.quorum=1", "simulation.dropout=1"), None),
+        (("federated.mode=buffered", "simulation.dropout=0.5"), None),
+    ],
+)
+def test_without_timed_rounds_failed_attempts_follow_from_dropout(overrides, price, job_file):
+    instant = ("simulation.step_seconds=0", "federated.over_selection=1")
+    plan = planned(job_file, *instant, *overrides)
+    (cost,) = plan.sides.cost
+    if price is None:
+        assert plan.failed is None
+        assert "what failed attempts cost is not in it" in plan.html()
+        return
+    assert cost.value == pytest.approx(40 * (4 + price))
+    assert "by simulation.dropout=0.5, 0.31 of attempts fail" in cost.how or price > 2
 
 
 @pytest.mark.parametrize(
@@ -199,15 +298,56 @@ def test_jobs_that_are_timed(overrides, job_file, write_task):
 def test_a_trial_has_the_durations_of_timed_rounds(job_file):
     plan = planned(job_file, trial=3, policies=("federated",))
     (tried,) = plan.trials.policies
-    assert tried.forecast.seconds == pytest.approx((40 * plan.timed.mean,) * 2)
+    whole = durations(plan)["all 40 rounds"]
+    assert tried.forecast.seconds == pytest.approx((whole.value, whole.highest))
+    assert tried.forecast.middle_seconds == pytest.approx(plan.timed.middle_of_runs)
+    said = tried.forecast.time
+    assert re.fullmatch(r"[\d.]+ \w+ \([\d.]+ \w+ to [\d.]+ \w+\)", said)
+    assert f", {said}" in tried.text
+    assert f"<td>{said}</td>" in plan.html()
+    limited = planned(job_file, "seconds=85", trial=3, policies=("federated",))
+    assert limited.trials.policies[0].forecast.seconds[1] <= 85
+
+
+def test_rounds_that_a_trial_alone_has_trained_give_a_long_interval():
+    few, many = SecondsOfRounds([1.0, 2.0, 3.0]), SecondsOfRounds([1.0, 2.0, 3.0] * 40)
+    constant = SecondsOfRounds([5.0] * 3)
+    facts = RoundFacts(
+        price={},
+        seconds={"federated": 2.0, "datacenter": 5.0},
+        device_bytes={},
+        evaluated={},
+        successions={},
+        devices=0,
+        datacenters=(),
+        model_bytes=0,
+        bytes_each=0,
+        began=0.0,
+        times={"federated": few, "datacenter": constant},
+    )
+    kinds = ["federated", "datacenter"] * 6
+    found = facts.took(kinds, 42.0 + 8.0, None)  # 8 s are waits
+    assert found.median == pytest.approx(50.0)
+    assert 50.0 - found.low == pytest.approx(found.high - 50.0)
+    long = dataclasses.replace(facts, times={"federated": many, "datacenter": constant})
+    assert found.high - found.low > 2 * (
+        long.took(kinds, 50.0, None).high - long.took(kinds, 50.0, None).low
+    )
+    assert facts.took(kinds, 50.0, 51.0).high == 51.0
+    # Rounds without a spread, or of which one is known, have no interval.
+    same = Interval(30.0, 30.0, 30.0)
+    assert facts.took(["datacenter"] * 6, 30.0, None) == same
+    one = dataclasses.replace(facts, times={"federated": SecondsOfRounds([5.0])})
+    assert one.took(["federated"] * 6, 30.0, None) == same
 
 
 def test_a_hybrid_round_takes_as_long_as_its_slower_side(job_file):
     slow = ("simulation.datacenter_step_seconds=2",)
     plan = planned(job_file, *ALTERNATE, *slow, trial=3, policies=("hybrid", "datacenter"))
-    hybrid, datacenter = (each.forecast.seconds[0] for each in plan.trials.policies)
-    assert datacenter == pytest.approx(40 * 5 * 2)
-    assert hybrid == pytest.approx(40 * statistics.fmean(max(x, 10) for x in plan.timed.seconds))
+    hybrid, datacenter = (each.forecast for each in plan.trials.policies)
+    assert datacenter.seconds == pytest.approx((40 * 5 * 2,) * 2)
+    mean = 40 * statistics.fmean(max(x, 10) for x in plan.timed.seconds)
+    assert statistics.fmean(hybrid.seconds) == pytest.approx(mean)
     assert "if each round is federated" in durations(plan)["all 40 rounds"].how
 
 

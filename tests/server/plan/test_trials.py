@@ -92,8 +92,8 @@ def test_a_mixture_has_a_longer_interval_than_its_curves(monkeypatch, trained):
     monkeypatch.setattr(trials, "MIXED", 1)
     before = trials._forecast(logs[0].job, *parts, "accuracy", 8).forecast.reached
     assert found.median == before.median
-    assert found.median - found.low == pytest.approx(4 / 3 * (before.median - before.low))
-    assert found.high == min(1.0, found.median + 4 / 3 * (before.high - before.median))
+    assert found.median - found.low == pytest.approx(2 * (before.median - before.low))
+    assert found.high == min(1.0, found.median + 2 * (before.high - before.median))
 
 
 def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planned):

@@ -24,6 +24,7 @@ from isthmus_server.budgets.populations import Populations
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.budgets.shared_budget import SharedBudget, SharedRun
 from isthmus_server.read.pages.comparison_page import Curve, comparison_page
+from isthmus_server.read.report.one_price import unequal_ends
 from isthmus_server.read.report.report import format_metrics
 from isthmus_server.rounds.measurements.followed_metrics import check_followed_metrics
 from isthmus_server.runs.local.comparison_table import (
@@ -114,8 +115,7 @@ class JobComparison:
             public_data: nobody's data are used, so each run has a privacy budget of its own.
 
         Raises:
-            UserError: a variant is no valid job, its policy cannot be used, or there is no budget
-                to compare policies at.
+            UserError: a variant is no valid job, or its policy cannot be used.
         """
         self.job = job
         self.base = base
@@ -136,10 +136,6 @@ class JobComparison:
             self._check_policy(job)
         except JobError as error:
             raise JobError(f"with {in_words(changes)}: {error}") from None
-        if job.budget is None and "strategy.policy" in changes:
-            raise UserError(
-                "a comparison of policies needs a budget: set one in the job, or --set budget=..."
-            )
         return job
 
     def _check_policy(self, job: Job) -> None:
@@ -199,6 +195,8 @@ class JobComparison:
         for number, runs in enumerate(results):
             if short := self._what_ended_early(number, runs):
                 console.print(Text(short), soft_wrap=True)
+        if unequal := self._what_is_unequal(results):
+            console.print(Text(unequal), soft_wrap=True)
         for sentence in self._ended_early:
             console.print(Text(sentence), soft_wrap=True)
         page = self.directory / "comparison.html"
@@ -352,6 +350,15 @@ class JobComparison:
             f"{in_words(self.variants[number])}: rounds={job.rounds} ended it at a cost of "
             f"{cost:.4g}; raise rounds to compare at the whole budget of {job.budget:g}"
         )
+
+    def _what_is_unequal(self, results: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+        """What compares policies at one price that had no budget; "" if they ended at one."""
+        budgets = [job.budget for job in self._jobs if job.budget is not None]
+        if budgets or not any("strategy.policy" in changes for changes in self.variants):
+            return ""
+        means = [statistics_of(runs)["means"] for runs in results]
+        ended = [each for each in means if each]
+        return unequal_ends([each["cost"] for each in ended], [each["rounds"] for each in ended])
 
     def _curves(self, results: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Curve]:
         """What was measured in each round of each run that has not failed."""
