@@ -91,7 +91,7 @@ class _Device:
     def __init__(self, number: int, context: grpc.aio.ServicerContext, to: ToServer) -> None:
         self.number = number
         self.call = _Counted(context, self._sent)
-        self.stream = Stream(self.call)
+        self.stream = Stream(self.call, greeted=False)
         self.peer = Peer(link_pb2.Hello(name=f"channel {number}"))
         self.peer.stream = self.stream
         self.refusal: Refusal | None = None
@@ -286,6 +286,7 @@ class Devices:
     async def _send(self, device: _Device, data: bytes) -> None:
         try:
             await device.stream.send_quietly(data)
+            device.stream.greet()  # the first message is the welcome
         finally:
             device.waiting -= 1
 

@@ -478,6 +478,27 @@ async def test_a_vector_of_which_nothing_comes_is_given_up(behind, monkeypatch):
         assert caught.value.code == LEFT
 
 
+async def test_a_device_that_waits_for_its_welcome_is_not_pinged(behind, monkeypatch):
+    """It would take a ping for another first message, and come back only to wait again."""
+    waits = asyncio.Event()
+    admit = behind.link.enrolments.admit
+
+    async def slowly(hello, certificate):
+        await waits.wait()
+        return await admit(hello, certificate)
+
+    monkeypatch.setattr(behind.link.enrolments, "admit", slowly)
+    monkeypatch.setattr(behind.processes[0].devices._heartbeats, "lease_seconds", 0.2)
+    async with behind.raw(behind.members["a"]) as (call, _, _):
+        reading = asyncio.create_task(call.read())
+        done, _ = await asyncio.wait((reading,), timeout=1.0)
+        assert not done
+        waits.set()
+        assert link_pb2.Envelope.FromString(await reading).HasField("welcome")
+        assert link_pb2.Envelope.FromString(await call.read()).HasField("ping")
+        assert await status(call) is grpc.StatusCode.OK  # it has answered none
+
+
 async def test_a_device_goes_elsewhere_if_there_is_no_room_for_its_model(behind, monkeypatch):
     async def full(self, sha256):
         raise OSError(errno.ENOSPC, "No space left on device")
