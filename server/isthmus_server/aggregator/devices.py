@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.errors import ParticipantLost, TransferStalled, UpdateError
 from isthmus.system.clocks import CLOCK_METADATA
 from isthmus.transport.blobs import Piece, Write, piece_of
 from isthmus.transport.heartbeats import Heartbeats
@@ -35,8 +35,8 @@ from isthmus_server.transport.peer import Peer
 WAITING_MESSAGES = 256
 """Messages of the server that wait for one device; one that reads none of so many is cut off."""
 STALLED_SECONDS = 20.0
-"""Time in which nothing of a vector comes, after which it is given up: a chunk that takes longer
-than a lease would end the stream."""
+"""Time in which nothing comes of the vectors of a device, after which they are given up: a chunk
+that takes longer than a lease would end the stream."""
 _TOLD_BYTES = 16 << 20
 """Bytes of a blob that have moved, after which the server is told. What moves quickly is told of at
 its end: each message costs the server as much as a part of a request."""
@@ -221,30 +221,13 @@ class Devices:
         device = self._devices.get(channel)
         if device is None:
             raise _left()
-        loop = asyncio.get_running_loop()
-        is_coming = True
-
-        def came() -> None:
-            if is_coming and not limit.expired():
-                limit.reschedule(loop.time() + STALLED_SECONDS)
-
-        def write_and_note(offset: int, data: bytes | memoryview) -> None:
-            write(offset, data)
-            loop.call_soon_threadsafe(came)
-
         try:
-            async with asyncio.timeout(STALLED_SECONDS) as limit:
-                try:
-                    await device.begin(vector.sha256, from_caller=True)
-                    await device.peer.fetch(vector, write_and_note, None, "")
-                finally:
-                    is_coming = False
+            await device.begin(vector.sha256, from_caller=True)
+            await device.peer.fetch(vector, write, None, "", pause=STALLED_SECONDS)
+        except TransferStalled:
+            raise _left(f"nothing of its vector came for {STALLED_SECONDS:g} s") from None
         except ParticipantLost:
             raise _left() from None
-        except TimeoutError:
-            if not limit.expired():
-                raise  # of another origin, such as a network file system
-            raise _left(f"nothing of its vector came for {STALLED_SECONDS:g} s") from None
         finally:
             await device.tell()
 

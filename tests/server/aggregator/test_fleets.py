@@ -20,6 +20,7 @@ from isthmus.errors import AdmissionRefused, TransferStalled, UpdateError, UserE
 from isthmus.identity import tls
 from isthmus.task import Participant
 from isthmus.transport import uplink as links
+from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.aggregator import devices
@@ -476,6 +477,30 @@ async def test_a_vector_of_which_nothing_comes_is_given_up(behind, monkeypatch):
         with pytest.raises(UpdateError, match=r"nothing of its vector came for 0\.2 s") as caught:
             await here.fetch(number, blob, lambda *_: None)
         assert caught.value.code == LEFT
+
+
+async def test_a_vector_that_waits_behind_another_of_its_device_is_not_given_up(
+    behind, monkeypatch
+):
+    """A slow link has them one after the other."""
+    monkeypatch.setattr(devices, "STALLED_SECONDS", 0.6)
+    here = behind.processes[0].devices
+    payload = bytes(range(30))
+    first, second = describe(payload), describe(b"2")
+    async with behind.raw(behind.members["a"]) as (_, send, receive):
+        await receive("welcome")
+        (number,) = here._devices
+        fetching = [
+            asyncio.create_task(here.fetch(number, blob, lambda *_: None))
+            for blob in (first, second)
+        ]
+        for offset, value in enumerate(payload):
+            await asyncio.sleep(0.05)
+            chunk = link_pb2.Chunk(sha256=first.sha256, offset=offset, data=bytes((value,)))
+            await send(chunk=chunk)
+        await fetching[0]
+        await send(chunk=link_pb2.Chunk(sha256=second.sha256, data=b"2"))
+        await fetching[1]
 
 
 async def test_a_device_that_waits_for_its_welcome_is_not_pinged(behind, monkeypatch):
