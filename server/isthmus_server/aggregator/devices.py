@@ -113,11 +113,18 @@ class _Device:
                 del self._untold[key]
                 await self._to.tell(link_pb2.Envelope(passed=passed))
 
-    async def begin(self, sha256: bytes, *, from_caller: bool, is_last: bool = False) -> None:
-        """Tell the server that a transfer begins, or that there is nothing left to send."""
-        passed = link_pb2.Passed(
-            channel=self.number, sha256=sha256, from_caller=from_caller, is_last=is_last
-        )
+    async def tell_of_last(self, sha256: bytes) -> None:
+        """Tell the server what has moved, and that the device has all of this blob."""
+        passed = self._untold.get((sha256, False))
+        if passed is not None:
+            passed.is_last = True  # in the same message: each costs both ends as much
+        await self.tell()
+        if passed is None:
+            await self.begin(sha256, is_last=True)
+
+    async def begin(self, sha256: bytes, *, is_last: bool = False) -> None:
+        """Tell the server that a blob is about to be sent, or that no byte of it is left."""
+        passed = link_pb2.Passed(channel=self.number, sha256=sha256, is_last=is_last)
         await self._to.tell(link_pb2.Envelope(passed=passed))
 
     async def moved(
@@ -135,7 +142,8 @@ class _Device:
         if self._telling is None:
             loop = asyncio.get_running_loop()
             self._telling = loop.call_later(TOLD_SECONDS, self._tell_later)
-        await self.tell(least=_TOLD_BYTES)
+        if passed.bytes >= _TOLD_BYTES:
+            await self.tell(least=_TOLD_BYTES)
 
     def _tell_later(self) -> None:
         self._telling = None
@@ -222,7 +230,7 @@ class Devices:
         if device is None:
             raise _left()
         try:
-            await device.begin(vector.sha256, from_caller=True)
+            # That it begins the server knows: it has just asked for it.
             await device.peer.fetch(vector, write, None, "", pause=STALLED_SECONDS)
         except TransferStalled:
             raise _left(f"nothing of its vector came for {STALLED_SECONDS:g} s") from None
@@ -343,10 +351,10 @@ class Devices:
             raise UpdateError("it asked for a blob by something else than a SHA-256")
         # Nothing is left to send: this only says that the device has it.
         if self.blobs.has_all(pull):
-            await device.begin(pull.sha256, from_caller=False, is_last=True)
+            await device.begin(pull.sha256, is_last=True)
             return
         device.check_pull(pull.sha256)
-        await device.begin(pull.sha256, from_caller=False)
+        await device.begin(pull.sha256)
         pull.machine = ""
         task = device.stream.spawn(self._send_blob(device, pull))
         device.pulling(pull.sha256, task)
@@ -360,9 +368,10 @@ class Devices:
             why = f"this aggregator cannot keep a model: {error.strerror or error}"
             device.end(Refusal(why, grpc.StatusCode.RESOURCE_EXHAUSTED))
             return
-        await device.tell()
         if device.peer.last_blob == pull.sha256:
-            await device.begin(pull.sha256, from_caller=False, is_last=True)
+            await device.tell_of_last(pull.sha256)
+        else:
+            await device.tell()
 
 
 def _left(reason: str = "it left the aggregator before its vector was complete") -> UpdateError:

@@ -503,6 +503,65 @@ async def test_a_vector_that_waits_behind_another_of_its_device_is_not_given_up(
         await fetching[1]
 
 
+@pytest.fixture
+def told(monkeypatch):
+    """What aggregators have told of bytes that have moved: how many, and whether they were last."""
+    told = []
+    usual = aggregators.ConnectedAggregator.take
+
+    async def take(self, message):
+        if message.HasField("passed"):
+            told.append((message.passed.bytes, message.passed.is_last))
+        await usual(self, message)
+
+    monkeypatch.setattr(aggregators.ConnectedAggregator, "take", take)
+    return told
+
+
+async def test_a_vector_is_told_of_once(behind, told):
+    """Its transfer begins when the server asks for it."""
+    opening = link_pb2.OpenSum(masked=link_pb2.MaskedSum(length=1, bits=16))
+    parts = partial_sums.PartialSums(behind.link, opening, 2, least_rate=1e3)
+    places = upload_places.UploadPlaces(behind.link, least_rate=1e3)
+    vector = describe(b"ab")
+    async with behind.raw(behind.members["a"]) as (_, send, receive):
+        await receive("welcome")
+        adding = asyncio.create_task(parts.add(parts.place("a"), vector, "a", 0, places))
+        await receive("pull")
+        moved = behind.link.peers["a"].transfer_time
+        begun = moved.moved_at
+        assert begun > 0  # since its connection nothing else has moved
+        await send(chunk=link_pb2.Chunk(sha256=vector.sha256, data=b"ab"))
+        await adding
+        assert told == [(2, False)]
+        assert moved.count == 2
+        assert moved.seconds == moved.moved_at - begun
+        parts.end()
+
+
+async def test_the_end_of_a_model_is_told_with_the_last_of_its_bytes(behind, told):
+    payload = bytes(1000)
+    model = describe(payload)
+    behind.link.publish(model, payload)
+    async with behind.raw(behind.members["a"]) as (_, send, receive):
+        await receive("welcome")
+        work = link_pb2.TrainLocal(model=model)
+        request = link_pb2.Request(id=behind.link.new_id(), train_local=work)
+        asking = asyncio.create_task(behind.link.ask("a", request))
+        await receive("request")
+        peer = behind.link.peers["a"]
+        await send(pull=link_pb2.Pull(sha256=model.sha256))
+        await receive("chunk")
+        await wait_until(lambda: peer.last_blob == model.sha256)
+        assert told == [(0, False), (1000, True)]
+        # Of one that is here already there is nothing else to tell.
+        peer.last_blob = b""
+        await send(pull=link_pb2.Pull(sha256=model.sha256, offset=1000))
+        await wait_until(lambda: peer.last_blob == model.sha256)
+        assert told[2:] == [(0, True)]
+        asking.cancel()
+
+
 async def test_a_device_that_waits_for_its_welcome_is_not_pinged(behind, monkeypatch):
     """It would take a ping for another first message, and come back only to wait again."""
     waits = asyncio.Event()
