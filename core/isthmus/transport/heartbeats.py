@@ -40,7 +40,7 @@ class Heartbeats:
 
     @asynccontextmanager
     async def of(self, stream: Stream) -> AsyncIterator[None]:
-        """Keep a stream alive and supervise it inside the block.
+        """Keep a stream alive and supervise it inside the block, from its first message on.
 
         Raises:
             TimeoutError: nothing was received for a lease.
@@ -74,6 +74,8 @@ class Heartbeats:
         self._next = (self._next + 1) % len(self._groups)
         now = time.monotonic()
         for stream, limit in group.items():
+            if not stream.is_greeted:
+                continue
             if stream.silent_since < now - self.lease_seconds:
                 if not limit.expired():
                     limit.reschedule(asyncio.get_running_loop().time())

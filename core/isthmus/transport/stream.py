@@ -51,10 +51,18 @@ class Call(Protocol):
 class Stream:
     """Sends and receives the messages of one call."""
 
-    def __init__(self, call: Call, *, answers: bool = False) -> None:
-        """`answers`: reply to pings, as participants do."""
+    def __init__(self, call: Call, *, answers: bool = False, greeted: bool = True) -> None:
+        """Use a call.
+
+        Args:
+            call: sends and receives the messages.
+            answers: reply to pings, as participants do.
+            greeted: heartbeats begin at once; otherwise with `greet`.
+        """
         self._call = call
         self._answers = answers
+        self.is_greeted = greeted
+        """Whether the other end has its first message, before which it takes no ping."""
         self._sending = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self.sent_at = time.monotonic()
@@ -119,6 +127,14 @@ class Stream:
                 self.ping()
         self.silent_since = math.inf
         return data
+
+    def greet(self) -> None:
+        """Have heartbeats begin, and what was waited for before count as none; once only."""
+        if self.is_greeted:
+            return
+        self.is_greeted = True
+        if self.silent_since < math.inf:
+            self.silent_since = time.monotonic()
 
     def ping(self) -> None:
         """Send a ping, unless another message is being sent."""

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.errors import ParticipantLost, TransferStalled, UpdateError
 from isthmus.system.clocks import CLOCK_METADATA
 from isthmus.transport.blobs import Piece, Write, piece_of
 from isthmus.transport.heartbeats import Heartbeats
@@ -35,8 +35,8 @@ from isthmus_server.transport.peer import Peer
 WAITING_MESSAGES = 256
 """Messages of the server that wait for one device; one that reads none of so many is cut off."""
 STALLED_SECONDS = 20.0
-"""Time in which nothing of a vector comes, after which it is given up: a chunk that takes longer
-than a lease would end the stream."""
+"""Time in which nothing comes of the vectors of a device, after which they are given up: a chunk
+that takes longer than a lease would end the stream."""
 _TOLD_BYTES = 16 << 20
 """Bytes of a blob that have moved, after which the server is told. What moves quickly is told of at
 its end: each message costs the server as much as a part of a request."""
@@ -91,7 +91,7 @@ class _Device:
     def __init__(self, number: int, context: grpc.aio.ServicerContext, to: ToServer) -> None:
         self.number = number
         self.call = _Counted(context, self._sent)
-        self.stream = Stream(self.call)
+        self.stream = Stream(self.call, greeted=False)
         self.peer = Peer(link_pb2.Hello(name=f"channel {number}"))
         self.peer.stream = self.stream
         self.refusal: Refusal | None = None
@@ -113,11 +113,18 @@ class _Device:
                 del self._untold[key]
                 await self._to.tell(link_pb2.Envelope(passed=passed))
 
-    async def begin(self, sha256: bytes, *, from_caller: bool, is_last: bool = False) -> None:
-        """Tell the server that a transfer begins, or that there is nothing left to send."""
-        passed = link_pb2.Passed(
-            channel=self.number, sha256=sha256, from_caller=from_caller, is_last=is_last
-        )
+    async def tell_of_last(self, sha256: bytes) -> None:
+        """Tell the server what has moved, and that the device has all of this blob."""
+        passed = self._untold.get((sha256, False))
+        if passed is not None:
+            passed.is_last = True  # in the same message: each costs both ends as much
+        await self.tell()
+        if passed is None:
+            await self.begin(sha256, is_last=True)
+
+    async def begin(self, sha256: bytes, *, is_last: bool = False) -> None:
+        """Tell the server that a blob is about to be sent, or that no byte of it is left."""
+        passed = link_pb2.Passed(channel=self.number, sha256=sha256, is_last=is_last)
         await self._to.tell(link_pb2.Envelope(passed=passed))
 
     async def moved(
@@ -135,7 +142,8 @@ class _Device:
         if self._telling is None:
             loop = asyncio.get_running_loop()
             self._telling = loop.call_later(TOLD_SECONDS, self._tell_later)
-        await self.tell(least=_TOLD_BYTES)
+        if passed.bytes >= _TOLD_BYTES:
+            await self.tell(least=_TOLD_BYTES)
 
     def _tell_later(self) -> None:
         self._telling = None
@@ -221,30 +229,13 @@ class Devices:
         device = self._devices.get(channel)
         if device is None:
             raise _left()
-        loop = asyncio.get_running_loop()
-        is_coming = True
-
-        def came() -> None:
-            if is_coming and not limit.expired():
-                limit.reschedule(loop.time() + STALLED_SECONDS)
-
-        def write_and_note(offset: int, data: bytes | memoryview) -> None:
-            write(offset, data)
-            loop.call_soon_threadsafe(came)
-
         try:
-            async with asyncio.timeout(STALLED_SECONDS) as limit:
-                try:
-                    await device.begin(vector.sha256, from_caller=True)
-                    await device.peer.fetch(vector, write_and_note, None, "")
-                finally:
-                    is_coming = False
+            # That it begins the server knows: it has just asked for it.
+            await device.peer.fetch(vector, write, None, "", pause=STALLED_SECONDS)
+        except TransferStalled:
+            raise _left(f"nothing of its vector came for {STALLED_SECONDS:g} s") from None
         except ParticipantLost:
             raise _left() from None
-        except TimeoutError:
-            if not limit.expired():
-                raise  # of another origin, such as a network file system
-            raise _left(f"nothing of its vector came for {STALLED_SECONDS:g} s") from None
         finally:
             await device.tell()
 
@@ -286,6 +277,7 @@ class Devices:
     async def _send(self, device: _Device, data: bytes) -> None:
         try:
             await device.stream.send_quietly(data)
+            device.stream.greet()  # the first message is the welcome
         finally:
             device.waiting -= 1
 
@@ -359,10 +351,10 @@ class Devices:
             raise UpdateError("it asked for a blob by something else than a SHA-256")
         # Nothing is left to send: this only says that the device has it.
         if self.blobs.has_all(pull):
-            await device.begin(pull.sha256, from_caller=False, is_last=True)
+            await device.begin(pull.sha256, is_last=True)
             return
         device.check_pull(pull.sha256)
-        await device.begin(pull.sha256, from_caller=False)
+        await device.begin(pull.sha256)
         pull.machine = ""
         task = device.stream.spawn(self._send_blob(device, pull))
         device.pulling(pull.sha256, task)
@@ -376,9 +368,10 @@ class Devices:
             why = f"this aggregator cannot keep a model: {error.strerror or error}"
             device.end(Refusal(why, grpc.StatusCode.RESOURCE_EXHAUSTED))
             return
-        await device.tell()
         if device.peer.last_blob == pull.sha256:
-            await device.begin(pull.sha256, from_caller=False, is_last=True)
+            await device.tell_of_last(pull.sha256)
+        else:
+            await device.tell()
 
 
 def _left(reason: str = "it left the aggregator before its vector was complete") -> UpdateError:

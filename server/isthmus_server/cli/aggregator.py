@@ -63,10 +63,16 @@ def start(state: Path, address: str, server: str, folder: Path | None) -> None:
     Devices know the address by `isthmus client start --server`. The server admits each of them, and
     all but their updates passes through to it; updates, plain or masked, are added here.
     """
+    import torch
+
     from isthmus_server.aggregator.process import AggregatorProcess
+    from isthmus_server.cli.run import prepare
 
     host, port = tls.split_address(address, "--address")
-    logging.getLogger("isthmus").setLevel(logging.INFO)
+    prepare()
+    for name in ("isthmus", "isthmus_server"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    torch.set_num_threads(1)  # a vector is added tile by tile, and the link needs the cores more
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:  # each device needs one
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

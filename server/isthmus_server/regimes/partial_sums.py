@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Sequence
 
 from isthmus.errors import ParticipantLost, UpdateError
@@ -147,6 +148,10 @@ class PartialSums:
                 name=name,
             )
             request = link_pb2.Request(id=name, add_vector=asked)
+            # The aggregator says what comes, and not that it begins: that would be one message
+            # more of each device.
+            if (peer := self._link.peers.get(device)) is not None:
+                peer.transfer_time.begin(time.monotonic())
             asking = asyncio.create_task(self._asked(aggregator.name, request))
             try:
                 await asyncio.shield(asking)

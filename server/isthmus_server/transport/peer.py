@@ -48,22 +48,41 @@ class Fetch:
 
     async def add(self, chunk: link_pb2.Chunk | Piece) -> None:
         """Write the next chunk; returns when its memory is not needed any more."""
-        await to_the_end(self._add(chunk))
+        if len(chunk.data) < THREAD_CHUNK_BYTES and not self.writing.locked():
+            self._write(chunk)  # nothing can interrupt it, so that it needs no task of its own
+        else:
+            await to_the_end(self._add(chunk))
 
     async def _add(self, chunk: link_pb2.Chunk | Piece) -> None:
         async with self.writing:
+            if len(chunk.data) < THREAD_CHUNK_BYTES:
+                self._write(chunk)
+                return
             if self.done.done():
                 return
             try:
-                if len(chunk.data) < THREAD_CHUNK_BYTES:
-                    self.assembly.add(chunk)
-                else:
-                    await asyncio.to_thread(self.assembly.add, chunk)
-                if self.assembly.complete and not self.done.done():
-                    self.done.set_result(None)
+                await asyncio.to_thread(self.assembly.add, chunk)
+                self._end_if_complete()
             except (UpdateError, OSError) as error:
-                if not self.done.done():  # the participant may have been lost meanwhile
-                    self.done.set_exception(error)
+                self._fail(error)
+
+    def _write(self, chunk: link_pb2.Chunk | Piece) -> None:
+        """Write a small chunk, on the event loop."""
+        if self.done.done():
+            return
+        try:
+            self.assembly.add(chunk)
+            self._end_if_complete()
+        except (UpdateError, OSError) as error:
+            self._fail(error)
+
+    def _end_if_complete(self) -> None:
+        if self.assembly.complete and not self.done.done():
+            self.done.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.done.done():  # the participant may have been lost meanwhile
+            self.done.set_exception(error)
 
     async def open(self, file: link_pb2.OpenFile) -> bool:
         """Take the blob from a file of the participant; False if it cannot be opened.
@@ -96,8 +115,7 @@ class Fetch:
                 if not self.done.done():
                     self.done.set_result(None)
             except (UpdateError, OSError) as error:
-                if not self.done.done():  # the participant may have been lost meanwhile
-                    self.done.set_exception(error)
+                self._fail(error)
 
     async def idle(self) -> None:
         """Return when no chunk is being written."""

@@ -20,6 +20,7 @@ from isthmus.errors import AdmissionRefused, TransferStalled, UpdateError, UserE
 from isthmus.identity import tls
 from isthmus.task import Participant
 from isthmus.transport import uplink as links
+from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.aggregator import devices
@@ -476,6 +477,110 @@ async def test_a_vector_of_which_nothing_comes_is_given_up(behind, monkeypatch):
         with pytest.raises(UpdateError, match=r"nothing of its vector came for 0\.2 s") as caught:
             await here.fetch(number, blob, lambda *_: None)
         assert caught.value.code == LEFT
+
+
+async def test_a_vector_that_waits_behind_another_of_its_device_is_not_given_up(
+    behind, monkeypatch
+):
+    """A slow link has them one after the other."""
+    monkeypatch.setattr(devices, "STALLED_SECONDS", 0.6)
+    here = behind.processes[0].devices
+    payload = bytes(range(30))
+    first, second = describe(payload), describe(b"2")
+    async with behind.raw(behind.members["a"]) as (_, send, receive):
+        await receive("welcome")
+        (number,) = here._devices
+        fetching = [
+            asyncio.create_task(here.fetch(number, blob, lambda *_: None))
+            for blob in (first, second)
+        ]
+        for offset, value in enumerate(payload):
+            await asyncio.sleep(0.05)
+            chunk = link_pb2.Chunk(sha256=first.sha256, offset=offset, data=bytes((value,)))
+            await send(chunk=chunk)
+        await fetching[0]
+        await send(chunk=link_pb2.Chunk(sha256=second.sha256, data=b"2"))
+        await fetching[1]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What aggregators have told of bytes that have moved: how many, and whether they were last."""
+    told = []
+    usual = aggregators.ConnectedAggregator.take
+
+    async def take(self, message):
+        if message.HasField("passed"):
+            told.append((message.passed.bytes, message.passed.is_last))
+        await usual(self, message)
+
+    monkeypatch.setattr(aggregators.ConnectedAggregator, "take", take)
+    return told
+
+
+async def test_a_vector_is_told_of_once(behind, told):
+    """Its transfer begins when the server asks for it."""
+    opening = link_pb2.OpenSum(masked=link_pb2.MaskedSum(length=1, bits=16))
+    parts = partial_sums.PartialSums(behind.link, opening, 2, least_rate=1e3)
+    places = upload_places.UploadPlaces(behind.link, least_rate=1e3)
+    vector = describe(b"ab")
+    async with behind.raw(behind.members["a"]) as (_, send, receive):
+        await receive("welcome")
+        adding = asyncio.create_task(parts.add(parts.place("a"), vector, "a", 0, places))
+        await receive("pull")
+        moved = behind.link.peers["a"].transfer_time
+        begun = moved.moved_at
+        assert begun > 0  # since its connection nothing else has moved
+        await send(chunk=link_pb2.Chunk(sha256=vector.sha256, data=b"ab"))
+        await adding
+        assert told == [(2, False)]
+        assert moved.count == 2
+        assert moved.seconds == moved.moved_at - begun
+        parts.end()
+
+
+async def test_the_end_of_a_model_is_told_with_the_last_of_its_bytes(behind, told):
+    payload = bytes(1000)
+    model = describe(payload)
+    behind.link.publish(model, payload)
+    async with behind.raw(behind.members["a"]) as (_, send, receive):
+        await receive("welcome")
+        work = link_pb2.TrainLocal(model=model)
+        request = link_pb2.Request(id=behind.link.new_id(), train_local=work)
+        asking = asyncio.create_task(behind.link.ask("a", request))
+        await receive("request")
+        peer = behind.link.peers["a"]
+        await send(pull=link_pb2.Pull(sha256=model.sha256))
+        await receive("chunk")
+        await wait_until(lambda: peer.last_blob == model.sha256)
+        assert told == [(0, False), (1000, True)]
+        # Of one that is here already there is nothing else to tell.
+        peer.last_blob = b""
+        await send(pull=link_pb2.Pull(sha256=model.sha256, offset=1000))
+        await wait_until(lambda: peer.last_blob == model.sha256)
+        assert told[2:] == [(0, True)]
+        asking.cancel()
+
+
+async def test_a_device_that_waits_for_its_welcome_is_not_pinged(behind, monkeypatch):
+    """It would take a ping for another first message, and come back only to wait again."""
+    waits = asyncio.Event()
+    admit = behind.link.enrolments.admit
+
+    async def slowly(hello, certificate):
+        await waits.wait()
+        return await admit(hello, certificate)
+
+    monkeypatch.setattr(behind.link.enrolments, "admit", slowly)
+    monkeypatch.setattr(behind.processes[0].devices._heartbeats, "lease_seconds", 0.2)
+    async with behind.raw(behind.members["a"]) as (call, _, _):
+        reading = asyncio.create_task(call.read())
+        done, _ = await asyncio.wait((reading,), timeout=1.0)
+        assert not done
+        waits.set()
+        assert link_pb2.Envelope.FromString(await reading).HasField("welcome")
+        assert link_pb2.Envelope.FromString(await call.read()).HasField("ping")
+        assert await status(call) is grpc.StatusCode.OK  # it has answered none
 
 
 async def test_a_device_goes_elsewhere_if_there_is_no_room_for_its_model(behind, monkeypatch):

@@ -14,7 +14,7 @@ from tests.server.scripted_participant import (
 )
 from tests.server.waiting import wait_until
 
-from isthmus.transport.blobs import CHUNK_BYTES, describe, into
+from isthmus.transport.blobs import CHUNK_BYTES, Assembly, Piece, describe, into
 from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
 from isthmus_server.transport import limits, peer
@@ -285,3 +285,13 @@ async def test_a_request_cancelled_while_the_stream_is_broken_is_released(networ
     await wait_until(lambda: participant.receipts)  # whatever it took for the request can go
     assert len(participant.requests) == done
     assert (await link.ask("a", training_request(link))).WhichOneof("outcome") == "trained"
+
+
+async def test_a_small_chunk_is_written_without_a_task_of_its_own():
+    payload = bytes(1000)
+    done = asyncio.get_running_loop().create_future()
+    fetch = peer.Fetch(Assembly(describe(payload), lambda *_: None), done)
+    adding = fetch.add(Piece(fetch.assembly.blob.sha256, 0, memoryview(payload)))
+    with pytest.raises(StopIteration):  # its first step is the last
+        adding.send(None)
+    assert done.done()
