@@ -266,9 +266,9 @@ class FleetDuration:
     planned: float
     """The median that the plan says."""
     real: float
-    """Of the run of the job."""
+    """Seconds of the run of the job."""
     middle: float
-    """Of the run in the middle, of that one and further ones."""
+    """Seconds of the run in the middle, of that one and further ones."""
     is_held: bool
     """Whether the run of the job is in the planned range."""
 

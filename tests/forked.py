@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from isthmus.system.process import die_with_parent
+from isthmus.task import loading
 from isthmus_datacenter.service.fork_server import PRELOADED_MODULE
 
 _LOADED = [
@@ -112,9 +113,11 @@ def start_with(
 ) -> ForkServerProcess:
     """Start a command, by the name of its program, with open files as input, output and error."""
     theirs = [Connection(os.dup(stream)) for stream in streams]
+    # Without the folders of tasks that fixtures of this process have loaded.
+    path = [folder for folder in sys.path if folder not in loading._task_folders]
     process = context().Process(
         target=_become,
-        args=(theirs, words, cwd, dict(environment), dict(namespaces), umask),
+        args=(theirs, words, cwd, dict(environment), path, dict(namespaces), umask),
     )
     process.start()
     for stream in theirs:
@@ -127,6 +130,7 @@ def _become(
     words: Sequence[str],
     cwd: Path,
     environment: dict[str, str],
+    path: Sequence[str],
     namespaces: dict[str, int],
     umask: int | None,
 ) -> None:
@@ -145,6 +149,7 @@ def _become(
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = list(words)
+    sys.path[:] = path
     added = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in added if path and path not in sys.path]
     # What this process starts by multiprocessing is started as in a process of its own: a child of

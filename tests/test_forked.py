@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import pytest
+
+from isthmus.task import loading
 from tests import forked
 
 
@@ -32,3 +37,17 @@ def test_two_threads_wait_for_one_process() -> None:
     for other in others:
         other.join()
     assert process.exitcode == 3
+
+
+def test_a_command_imports_nothing_from_the_task_of_another_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "left_behind.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(loading, "_task_folders", [str(tmp_path)])
+    with (tmp_path / "output").open("w+b") as output:
+        words = ["python", "-c", "import left_behind"]
+        process = forked.start_with([output.fileno()] * 3, words, tmp_path / "..", os.environ)
+        process.join()
+        output.seek(0)
+        assert b"No module named 'left_behind'" in output.read()

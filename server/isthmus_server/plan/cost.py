@@ -44,9 +44,9 @@ class CostQuestion:
 
     job: Job
     policy: Policy
-    """Of the job."""
+    """The job's."""
     regimes: Sequence[Kind]
-    """That its rounds can have."""
+    """Regimes that rounds of the job can have."""
     model_bytes: int
 
     def prices(self, failed: FailedAttempts | None = None) -> list[Figure]:

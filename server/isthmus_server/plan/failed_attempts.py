@@ -16,7 +16,7 @@ class FailedAttempts:
     """Attempts at rounds of devices that too few devices answered."""
 
     price: float
-    """Of a committed round, on average, on top of its own."""
+    """What they add to the price of a committed round, on average."""
     off: float
     """Standard deviation of that mean, by how many attempts are known; 0 if it is computed."""
     how: str

@@ -61,7 +61,7 @@ class LoggedFailure:
 
     round: int
     kind: str
-    """Of the round that was planned."""
+    """Kind of the round that was planned."""
     price: float
 
 

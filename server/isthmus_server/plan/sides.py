@@ -45,7 +45,7 @@ class Sides:
         return self.token_question.prices()
 
     def with_failed(self, failed: FailedAttempts | None) -> Sides:
-        """The same with what failed attempts cost; None if that is not known."""
+        """These sides with what failed attempts cost; None if that is not known."""
         return dataclasses.replace(self, cost=self.cost_question.prices(failed))
 
     @classmethod
