@@ -588,6 +588,8 @@ class DeviceRun:
                 self.job, made, factors.trained, position, self._schedules, check
             )
             self._schedules = optimizers.schedules
+            if self._private is not None:
+                self._private.check_trained(optimizers.named.values())
             if control is not None:
                 control.use(optimizers, factors.trained)
             self.model.train()

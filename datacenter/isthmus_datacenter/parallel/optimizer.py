@@ -110,7 +110,7 @@ class ShardedOptimizer:
         Raises:
             TaskError: it does.
         """
-        inner = list(self._optimizers.named.values())
+        inner = self.inner
         check_on_shards(self.shard, inner, self._factory, _split_groups_by_mesh)
 
     def check_for(self, dims: ParallelDims) -> None:
@@ -160,6 +160,11 @@ class ShardedOptimizer:
             for parameter in group["params"]
             if id(parameter) in names
         ]
+
+    @property
+    def inner(self) -> list[torch.optim.Optimizer]:
+        """The task's optimizers."""
+        return list(self._optimizers.named.values())
 
     @property
     def names(self) -> list[str]:
