@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import shlex
 import signal
 import sys
@@ -110,6 +111,8 @@ def spent(state: Path, delta: float) -> None:
 
     It has the participations in jobs that protect the examples of devices ([federated.privacy]).
     """
+    if math.isnan(delta):  # which is in no range, and out of none
+        raise UserError("--delta nan is no number; give the job's delta")
     accounts = sorted(state.rglob(LEDGER_NAME))
     if not accounts:
         raise UserError(

@@ -188,6 +188,12 @@ def test_the_owner_sees_what_the_examples_have_spent(tmp_path):
     assert "for one example of this device (zero-out); the chain of" in shown
 
 
+def test_an_epsilon_at_a_delta_that_is_no_number_is_refused(tmp_path):
+    """It would be shown as 0."""
+    result = CliRunner().invoke(client, ["spent", "--state", str(tmp_path), "--delta", "nan"])
+    assert "--delta nan is no number" in str(result.exception)
+
+
 def test_a_device_without_an_account_says_so(tmp_path):
     result = CliRunner().invoke(client, ["spent", "--state", str(tmp_path)])
     assert "has no account: this device was in no run with" in str(result.exception)

@@ -306,6 +306,20 @@ class Levelled(Table):
         return model(inputs - model.get_buffer("mean"))
 
 
+class Tempered(Table):
+    """Trains a factor of its outputs, which is no parameter of its model."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def loss(self, output: Any, target: Any) -> Any:
+        return super().loss(output * self.factor, target)
+
+    def optimizer(self, parameters: Any, participant: Participant) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*parameters, self.factor], lr=0.1)
+
+
 class Diverging(Table):
     """Becomes infinite or NaN on one rank, independently of the processor's rounding.
 

@@ -56,7 +56,7 @@ from isthmus_clients.training.steps.private_steps import PrivateSteps, check_mea
 from isthmus_clients.training.steps.step_gradient import StepGradient
 from isthmus_clients.training.steps.step_loop import take_steps
 from isthmus_clients.training.update import normalize, scale_gradient
-from isthmus_clients.training.withholding import may_be_of_server
+from isthmus_clients.training.withholding import may_be_of_server, without_text_of_task
 
 CPU = torch.device("cpu")
 log = logging.getLogger(__name__)
@@ -155,7 +155,11 @@ class DeviceRun:
         """Whether the server is on another machine, and is not to know what fails on this one."""
         self._half = self.layout.explain_half_precision(self.model) if self._withheld else None
         """Why the updates of this model are in no sum of an owner's device."""
-        self._open_data(checked=False)
+        # Also where updates are sent by themselves: no text of an example is to leave an owner's
+        # device. One that the server has started is told.
+        protects = self.job.federated.privacy is not None and tasks is not None
+        with without_text_of_task(protects):
+            self._open_data(checked=False)
         if not self.job.statistics.collect:
             # The first optimizer would import the compiler, in a round that others wait for.
             importlib.import_module("torch._dynamo")
@@ -584,6 +588,8 @@ class DeviceRun:
                 self.job, made, factors.trained, position, self._schedules, check
             )
             self._schedules = optimizers.schedules
+            if self._private is not None:
+                self._private.check_trained(optimizers.named.values())
             if control is not None:
                 control.use(optimizers, factors.trained)
             self.model.train()

@@ -177,6 +177,28 @@ def constant_failures(
         raise DetailsWithheld(log_file, error) from None
 
 
+@contextmanager
+def without_text_of_task(withheld: bool) -> Iterator[None]:
+    """Replace what the task's own code has raised by one constant sentence.
+
+    It may quote an example, as a number that cannot be read does. Sentences of Isthmus about the
+    task are kept: they say what to change, and quote none.
+
+    Args:
+        withheld: whether the server is not to read it; otherwise errors pass unchanged.
+
+    Raises:
+        DetailsWithheld: the block raised such an error, which the log of this device has.
+    """
+    try:
+        yield
+    except TaskError as error:
+        if not withheld or error.__cause__ is None:
+            raise
+        _log_failure("the task failed on this device's data", error)
+        raise DetailsWithheld from None
+
+
 def _told(error: Exception | None) -> str:
     """An error in a sentence, which is not withheld."""
     if error is None:

@@ -111,9 +111,8 @@ class ShardedOptimizer:
         Raises:
             TaskError: it does.
         """
-        inner = list(self._optimizers.named.values())
-        check_on_stages(self.shard, inner, self._factory)
-        check_on_shards(self.shard, inner, self._factory, _split_groups_by_mesh)
+        check_on_stages(self.shard, self.inner, self._factory)
+        check_on_shards(self.shard, self.inner, self._factory, _split_groups_by_mesh)
 
     def check_for(self, dims: ParallelDims) -> None:
         """Refuse optimizers of PyTorch that are known not to work in another layout.
@@ -162,6 +161,11 @@ class ShardedOptimizer:
             for parameter in group["params"]
             if id(parameter) in names
         ]
+
+    @property
+    def inner(self) -> list[torch.optim.Optimizer]:
+        """The task's optimizers."""
+        return list(self._optimizers.named.values())
 
     @property
     def names(self) -> list[str]:

@@ -56,7 +56,7 @@ from isthmus_datacenter.training.rng import kept_generators, seed_rank
 from isthmus_datacenter.training.whole_batches import check_layout, check_optimizers
 from isthmus_privacy.dp_sgd.examples import SampledExamples
 from isthmus_privacy.dp_sgd.isolation import EXAMPLES
-from isthmus_privacy.dp_sgd.refusals import check_layers, check_task
+from isthmus_privacy.dp_sgd.refusals import check_layers, check_task, check_trained
 
 _TABLE = "datacenter.privacy"
 _POSITIONS: RankMessages[DataPositions] = RankMessages("positions", DataPositions, 1 << 20)
@@ -476,4 +476,6 @@ class Engine:
             moments_on_host=section.offload == "optimizer",
         )
         check_optimizers(self.task, shard, optimizer.names)
+        if self.private:
+            check_trained(optimizer.inner, shard.parameters().values(), _TABLE)
         return optimizer

@@ -8,10 +8,11 @@ and in some steps examples are computed again after others (`Reference`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ _ROUNDING = 1 - 2.0**-20
 """Factor of the clipping bound, so that rounding the products does not exceed it."""
 _CONVERTED_ELEMENTS = 1 << 22
 """Elements that exist in float64 at a time."""
+_AS_IN_PLAIN = 2.0**-6
+"""Largest difference between two ways to compute a gradient, relative to its 2-norm."""
 
 
 class ExampleGradients:
@@ -93,6 +96,7 @@ class ExampleGradients:
         state = KeptState(self._task, self._model, closely=True)
         with state.explaining():
             self._check_alone(group)
+            self._check_as_in_plain(group)
             self._check_reference(group)
             self._check_isolation(group, state)
             self._check_reference(group)
@@ -105,6 +109,90 @@ class ExampleGradients:
             found, _ = self._computed(group)(*rows)
         if not any(bool((each != 0).any()) for each in found.values()):
             check_alone(self._task, self._model, group)
+
+    def _check_as_in_plain(self, group: ExampleGroup) -> None:
+        """Refuse a model whose gradient of one example is not that of plain training.
+
+        Here its parameters are replaced by copies, which are no `nn.Parameter`, and with
+        `torch.func.vmap` the backward pass is another one. Where only the latter differs, examples
+        are computed one after the other. That is not found of a model that draws random numbers,
+        which are others there.
+
+        Raises:
+            TaskError: it is another one.
+        """
+        rows = [each[:1] for each in group.tensors]
+        trained = {name: each.detach() for name, each in self.trained().items()}
+        device = rows[0].device
+        with kept_generators(device):
+            generators = GeneratorStates(device)
+            before = generators.observed()
+            try:
+                with torch.enable_grad(), user_code("the gradient of an example"):
+                    expected = self._plain_gradient(group, rows)
+                    after = GeneratorStates(device).observed()
+                    generators.restore()
+                    with self._leaving_gradients():
+                        alone, _ = _one_after_the_other(self._loss(group), trained, rows)
+            except TaskError:  # training meets it again, or not
+                return
+            if _is_other(expected, alone):
+                raise TaskError(
+                    "the gradient of an example alone is not that of plain training, where the "
+                    "model has its parameters and not copies of them: perhaps forward() or loss() "
+                    "asks whether a tensor is an nn.Parameter; compute the same for any tensor"
+                )
+            draws = any(not torch.equal(each, after[what]) for what, each in before.items())
+            if self._together and not draws:
+                found, _ = self._computed(group)(*rows)
+                if _is_other(expected, found):
+                    self._together = False
+                    log.info(
+                        "torch.func.vmap computes other gradients of this model than plain "
+                        "training, so that those of single examples are computed one after the "
+                        "other, which takes longer"
+                    )
+
+    def _plain_gradient(
+        self, group: ExampleGroup, rows: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The gradient (1, ...) of one example as plain training computes it, by name."""
+        trained = self.trained()
+        inputs, target = pair_of(self._task, group.batch_of([each[0] for each in rows]))
+        with self._kept_gradients():
+            _, loss = self._called(inputs, target, None)
+            if loss.requires_grad:
+                torch.autograd.backward(loss, inputs=list(trained.values()))
+            return {name: _dense(each.grad, each).unsqueeze(0) for name, each in trained.items()}
+
+    @contextlib.contextmanager
+    def _kept_gradients(self) -> Iterator[None]:
+        """Within it the parameters of the model have no gradients; afterwards those of before."""
+        trained = list(self.trained().values())
+        kept = [each.grad for each in trained]
+        for each in trained:
+            each.grad = None
+        try:
+            yield
+        finally:
+            for each, gradient in zip(trained, kept, strict=True):
+                each.grad = gradient
+
+    @contextlib.contextmanager
+    def _leaving_gradients(self) -> Iterator[None]:
+        """Refuse a pass that adds something to the gradients of the model's own parameters.
+
+        A backward pass within another one does, such as that of a reversible layer, where it uses
+        another reference to a layer than the one whose parameters were replaced.
+
+        Raises:
+            TaskError: it does.
+        """
+        with self._kept_gradients():
+            yield
+            for name, each in self.trained().items():
+                if each.grad is not None:
+                    raise _used_elsewhere(name)
 
     def _check_isolation(self, group: ExampleGroup, state: KeptState) -> None:
         for rows, place in arranged(group.tensors):
@@ -238,6 +326,26 @@ class ExampleGradients:
     ) -> Callable[..., Any]:
         """A function of rows (B, ...): gradients (B, ...) by name, losses (B), and outputs."""
         trained = parameters or {name: each.detach() for name, each in self.trained().items()}
+        loss = self._loss(group, with_outputs=with_outputs)
+        axes = (None, *(0 for _ in group.tensors))
+        together = vmap(grad(loss, has_aux=True), in_dims=axes, randomness="different")
+
+        def computed(*rows: torch.Tensor) -> Any:
+            # With gradients outside of `grad`, too: those of parameters that were not swapped.
+            with (
+                torch.enable_grad(),
+                self._leaving_gradients(),
+                user_code("the gradient of single examples (torch.func.vmap)"),
+            ):
+                found, (losses, outputs) = self._each(together, loss, trained, rows)
+            self._check_swapped(losses)
+            alone = {name: _dense(each, each) for name, each in found.items()}
+            return alone, (losses.detach(), outputs)
+
+        return computed
+
+    def _loss(self, group: ExampleGroup, *, with_outputs: bool = False) -> Callable[..., Any]:
+        """A function of parameters by name and of one row: its loss, and the loss with outputs."""
         places = _places(self._called, self.trained())
 
         def loss(
@@ -252,21 +360,7 @@ class ExampleGradients:
             outputs = [each.detach() for each in tensors_of(output)] if with_outputs else []
             return mean, (mean, outputs)
 
-        axes = (None, *(0 for _ in group.tensors))
-        together = vmap(grad(loss, has_aux=True), in_dims=axes, randomness="different")
-
-        def computed(*rows: torch.Tensor) -> Any:
-            # With gradients outside of `grad`, too: those of parameters that were not swapped.
-            with (
-                torch.enable_grad(),
-                user_code("the gradient of single examples (torch.func.vmap)"),
-            ):
-                found, (losses, outputs) = self._each(together, loss, trained, rows)
-            self._check_swapped(losses)
-            alone = {name: each.detach() for name, each in found.items()}
-            return alone, (losses.detach(), outputs)
-
-        return computed
+        return loss
 
     def _each(
         self,
@@ -348,12 +442,7 @@ class ExampleGradients:
         found = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
         for name, gradient in zip(trained, found, strict=True):
             if gradient is not None:
-                raise TaskError(
-                    f"parameter {name!r} is used by another way than as an attribute of the "
-                    "model's modules, such as in a list of parameters or in a layer that is no "
-                    "submodule, where each example's gradient would lack a part; get it from its "
-                    "module in forward() or loss(), as model.layer.weight"
-                )
+                raise _used_elsewhere(name)
 
     def zeros(self, device: Any) -> torch.Tensor:
         """A sum (N) of nothing, in float64: see `clipped_sum`."""
@@ -436,7 +525,40 @@ def _add_gradients(
     if loss.requires_grad:
         # The graph is kept for `ExampleGradients._check_swapped`.
         gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        # A backward pass within this one, as of a reversible layer, adds to the parameters.
+        gradients = [_sum_of(each, leaf.grad) for each, leaf in zip(gradients, leaves, strict=True)]
     found.append(gradients)
+
+
+def _sum_of(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one + other
+
+
+def _dense(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A gradient without its graph, with all elements; zeros where there is none."""
+    if gradient is None:
+        return torch.zeros_like(like)
+    return (gradient.to_dense() if gradient.is_sparse else gradient).detach()
+
+
+def _is_other(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> bool:
+    """Whether gradients differ by more than other kernels round; False if they are not finite."""
+    pairs = [(each, _dense(found[name], each)) for name, each in expected.items()]
+    norms = [norms_of(one) for one, _ in pairs]
+    errors = [norms_of(one.double() - other.double()) for one, other in pairs]
+    norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+    return float(torch.linalg.vector_norm(torch.stack(errors))) > _AS_IN_PLAIN * norm
+
+
+def _used_elsewhere(name: str) -> TaskError:
+    return TaskError(
+        f"parameter {name!r} is used by another way than as an attribute of the model's modules, "
+        "such as in a list of parameters or in a layer that is no submodule, where each example's "
+        "gradient would lack a part; get it from its module in forward() or loss(), as "
+        "model.layer.weight"
+    )
 
 
 def rows_of(tensors: torch.Tensor) -> torch.Tensor:

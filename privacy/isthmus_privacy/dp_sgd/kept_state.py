@@ -52,6 +52,8 @@ _LONGEST = 4096
 _END_ITEMS = 64
 _MOST_OBJECTS = 200_000
 """Objects that are looked at; a task whose data are as many objects of Python keeps its time."""
+_FEW_ITEMS = 16
+"""Items up to which a container is not taken for data, which are looked at last."""
 _PLAIN = (
     bool,
     int,
@@ -166,7 +168,7 @@ class KeptState:
         self._tensors: list[_SeenTensor] = []
         self._namespaces: set[int] = set()
         self._own = _library(type(task))
-        self._walk([("task", task), ("model", model)])
+        self._walk([("model", model), ("task", task)])
 
     def check(self) -> None:
         """Refuse what has changed since.
@@ -210,10 +212,16 @@ class KeptState:
     # -- walk -----------------------------------------------------------------------------------
 
     def _walk(self, roots: list[tuple[str, object]]) -> None:
-        waiting = collections.deque(roots)
         visited: set[int] = set()
-        while waiting and len(visited) < _MOST_OBJECTS:
-            path, found = waiting.popleft()
+        for root in roots:
+            self._walk_from(root, visited)
+
+    def _walk_from(self, root: tuple[str, object], visited: set[int]) -> None:
+        """Note what an object refers to; what may be data comes last, as there may be too much."""
+        waiting = collections.deque([root])
+        data: collections.deque[tuple[str, object]] = collections.deque()
+        while (waiting or data) and len(visited) < _MOST_OBJECTS:
+            path, found = waiting.popleft() if waiting else data.popleft()
             if isinstance(found, _PLAIN) or id(found) in visited:
                 continue
             visited.add(id(found))
@@ -223,7 +231,9 @@ class KeptState:
                 items = read()
                 self._seen.append(_Seen(path + suffix, read, items))
                 if isinstance(items, list) and not isinstance(items, _Shallow):
-                    waiting.extend((path + suffix + _step(key), each) for key, each in items)
+                    holds = isinstance(found, dict | list | tuple | collections.deque)
+                    later = data if holds and len(items) > _FEW_ITEMS else waiting
+                    later.extend((path + suffix + _step(key), each) for key, each in items)
 
     def _note_tensor(self, path: str, tensor: torch.Tensor) -> None:
         if is_wrapped(tensor):

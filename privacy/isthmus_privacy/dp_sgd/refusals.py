@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -35,6 +38,30 @@ def check_task(task: Task, dataset: Dataset[object], table: str) -> None:
             f"order() chooses the examples of a batch, and differential privacy ({table}) has to "
             "choose them at random; remove it"
         )
+
+
+def check_trained(
+    optimizers: Iterable[torch.optim.Optimizer], parameters: Iterable[torch.Tensor], table: str
+) -> None:
+    """Refuse optimizers that train what gets no gradient, as it is no parameter of the model.
+
+    Args:
+        optimizers: of the task.
+        parameters: of the model.
+        table: of the job, for the sentence.
+
+    Raises:
+        TaskError: one has another parameter.
+    """
+    known = {id(each) for each in parameters}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(each.requires_grad and id(each) not in known for each in group["params"]):
+                raise TaskError(
+                    "optimizer() trains a parameter that is none of the model, and differential "
+                    f"privacy ({table}) computes no gradient of it; make it a parameter of the "
+                    "model in model(), or leave it out of the optimizer"
+                )
 
 
 def check_layers(model: nn.Module, table: str) -> None:

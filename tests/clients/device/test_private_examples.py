@@ -1,5 +1,7 @@
 """A device that protects its examples: charged before it trains, and silent about everything."""
 
+import textwrap
+
 import pytest
 import torch
 
@@ -191,3 +193,28 @@ async def test_a_device_that_is_asked_more_often_than_the_job_says_refuses(openi
     with pytest.raises(PeerMisbehaved, match="exceed the 2 participations") as refused:
         await train(device, keep=True)
     assert refused.value.code == "examples-asked-too-often"
+
+
+QUOTING = {
+    "collate": """
+        def collate(self, rows):
+            raise ValueError('the patient is Ann')
+    """,
+    "local_data": """
+        def local_data(self, participant):
+            return float('the patient is Ann')
+    """,
+}
+
+
+@pytest.mark.parametrize("body", QUOTING.values(), ids=QUOTING)
+async def test_the_text_of_an_exception_is_not_sent_when_a_run_is_opened(
+    opening, write_task, tmp_path, caplog, body
+):
+    """Also without secure aggregation, where the text of other failures is sent."""
+    request = opening("task.source=learn/task.py:Learn")
+    write_task(textwrap.dedent(body))
+    with pytest.raises(DetailsWithheld) as raised:
+        await of_an_owner(tmp_path).work(request, None, None)
+    assert str(raised.value) == "the device could not do this; its own log says why"
+    assert "the patient is Ann" in caplog.text

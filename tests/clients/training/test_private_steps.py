@@ -203,3 +203,21 @@ def test_what_collate_keeps_in_a_tensor_of_the_model_is_refused(open_run, change
     """
     with pytest.raises(TaskError, match=r"reading an example changes 'model.*in model\(\)"):
         open_run(*KEYS, noise(1.0), methods=keeping)
+
+
+def test_a_parameter_that_is_none_of_the_model_is_refused(open_run):
+    """It would get no gradient, and be trained in a job without the table."""
+    methods = """
+def __init__(self, *given):
+    super().__init__(*given)
+    self.scale = nn.Parameter(torch.ones(()))
+
+def loss(self, output, target):
+    return nn.functional.cross_entropy(output * self.scale, target, reduction="none")
+
+def optimizer(self, parameters, participant):
+    return torch.optim.SGD([*parameters, self.scale], lr=0.1)
+"""
+    run = open_run(*KEYS, noise(1.0), methods=methods)
+    with pytest.raises(TaskError, match="trains a parameter that is none of the model"):
+        train(run)

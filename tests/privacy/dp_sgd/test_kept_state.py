@@ -22,6 +22,7 @@ from tests.privacy.dp_sgd.mixing_models import Layer, Mixing
 from torch import nn
 
 from isthmus.errors import TaskError
+from isthmus_privacy.dp_sgd import kept_state
 from isthmus_privacy.dp_sgd.examples import ExampleGroup, SampledExamples
 from isthmus_privacy.dp_sgd.gradients import ExampleGradients
 from isthmus_privacy.dp_sgd.isolation import (
@@ -526,3 +527,26 @@ def test_what_collate_keeps_in_a_buffer_is_refused_in_every_step():
     with pytest.raises(TaskError, match=r"reading an example changes 'model.mean'"):
         for _ in source.batches(0, 10):
             pass
+
+
+class Deep:
+    """What a task keeps far from itself."""
+
+    def __init__(self):
+        self.inner = types.SimpleNamespace(part=types.SimpleNamespace(kept={}))
+
+
+@pytest.mark.parametrize("keeper", ["model", "task"])
+def test_data_of_many_objects_do_not_hide_what_is_kept(monkeypatch, keeper):
+    """They are looked at last, as only so many objects are."""
+    monkeypatch.setattr(kept_state, "_MOST_OBJECTS", 2000)
+    task = Table({})
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 3)))
+    model[0][0].kept = {}
+    task.dialogues = [[[float(turn)] for turn in range(40)] for _ in range(60)]
+    task.deep = Deep()
+    kept = model[0][0].kept if keeper == "model" else task.deep.inner.part.kept
+    state = KeptState(task, model, closely=True)
+    assert state.changed() is None
+    kept["last"] = 1.0
+    assert state.changed() is not None

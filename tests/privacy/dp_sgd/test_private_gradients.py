@@ -43,7 +43,9 @@ def one_by_one(task, model, data, clip):
     for row in data:
         inputs, target = (each[None] for each in row)
         loss = losses(task, model, inputs, target)[1].mean()
-        gradient = parameters_to_vector(torch.autograd.grad(loss, trained))
+        loss.backward()
+        gradient = parameters_to_vector([each.grad for each in trained])
+        model.zero_grad()
         total = total + gradient * min(1.0, clip / max(gradient.norm(), 1e-30))
     return total
 
@@ -317,6 +319,63 @@ class Recomputed(nn.Module):
         return self.head(checkpoint(self.layers, inputs, use_reentrant=False))
 
 
+class Reversed(torch.autograd.Function):
+    """A layer whose backward pass computes it again, as in reversible networks."""
+
+    @staticmethod
+    def forward(ctx, inputs, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(inputs)
+        with torch.no_grad():
+            return layer(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return again(ctx, gradient), None
+
+
+class ReversedInFunctions(torch.autograd.Function):
+    """The same, and `torch.func.vmap` takes it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(inputs, layer):
+        with torch.no_grad():
+            return layer(inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.layer = inputs[1]
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return again(ctx, gradient), None
+
+
+def again(ctx, gradient):
+    (inputs,) = ctx.saved_tensors
+    with torch.enable_grad():
+        inputs = inputs.detach().requires_grad_()
+        ctx.layer(inputs).backward(gradient)
+    return inputs.grad
+
+
+class Reversible(Recomputed):
+    def __init__(self, function, hidden=False):
+        super().__init__()
+        self.function = function
+        self.first = nn.Linear(6, 6)
+        self.elsewhere = [nn.Linear(6, 8)] if hidden else []
+        for each in self.elsewhere:
+            each.weight, each.bias = self.layers[0].weight, self.layers[0].bias
+
+    def forward(self, inputs):
+        layer = self.elsewhere[0] if self.elsewhere else self.layers
+        return self.head(self.function.apply(self.first(inputs), layer))
+
+
 class LooksAtTarget(Table):
     def loss(self, output, target):
         return cross_entropy(output, target) if target.max() > 0 else -output.sum(1)
@@ -326,6 +385,8 @@ NOT_TOGETHER = {
     "GRU": lambda: OfKind(lambda: Recurrent(packed=False)),
     "packed sequence": lambda: OfKind(lambda: Recurrent(packed=True)),
     "activations computed again": lambda: OfKind(Recomputed),
+    "reversible": lambda: OfKind(lambda: Reversible(Reversed)),
+    "reversible by functions": lambda: OfKind(lambda: Reversible(ReversedInFunctions)),
     "looks at values": lambda: Branching({}),
     "looks at the target": lambda: LooksAtTarget({}),
 }
@@ -347,6 +408,58 @@ def test_what_vmap_cannot_compute_is_computed_one_after_the_other(name):
         gradients._steps = number
         found = gradients.step_sum(source.read(range(9)), torch.device("cpu"))
         torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-6)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 8, sparse=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        return self.head(self.words(inputs.abs().long().clamp(max=4)).sum(1))
+
+
+def test_sparse_gradients_are_those_of_dense_ones():
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(1)
+        task = OfKind(Words)
+        model = task.model()
+        model.words.sparse = sparse
+        gradients = ExampleGradients(task, model, 0.3, 4)
+        source = SampledExamples(task, task.rows(9, seed=1), range(9), 1.0, torch.device("cpu"))
+        gradients.check(source.check(range(4))[0])
+        found.append(gradients.step_sum(source.read(range(9)), torch.device("cpu")))
+    torch.testing.assert_close(*found)
+
+
+class OfParameters(Recomputed):
+    """Adds a term for each weight that is a parameter, which copies are not."""
+
+    def forward(self, inputs):
+        weights = (self.head.weight, self.layers[0].weight)
+        added = sum(each.square().sum() for each in weights if isinstance(each, nn.Parameter))
+        return self.head(self.layers(inputs)) + added * inputs[:, :3]
+
+
+OTHER_THAN_PLAIN = {
+    "asks for parameters": (OfParameters, "is not that of plain training"),
+    "hidden and reversible": (
+        lambda: Reversible(Reversed, hidden=True),
+        r"'layers\.0\.weight' is used by another way",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_THAN_PLAIN)
+def test_a_gradient_that_is_not_that_of_plain_training_is_refused(name):
+    kind, why = OTHER_THAN_PLAIN[name]
+    task = OfKind(kind)
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    source = SampledExamples(task, task.rows(3, seed=1), range(3), 1.0, torch.device("cpu"))
+    with pytest.raises(TaskError, match=why):
+        gradients.check(source.check(range(3))[0])
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_privacy.dp_sgd.examples import ExampleGroup, SampledExamples
 from isthmus_privacy.dp_sgd.gradients import ExampleGradients, add_noise
 from isthmus_privacy.dp_sgd.isolation import EXAMPLES, kept_generators
-from isthmus_privacy.dp_sgd.refusals import check_layers, check_task
+from isthmus_privacy.dp_sgd.refusals import check_layers, check_task, check_trained
 
 TABLE = "federated.privacy"
 
@@ -59,6 +59,7 @@ class PrivateSteps:
         """
         check_task(task, data.dataset, TABLE)
         check_layers(model.train(), TABLE)
+        self._model = model
         settings = job.federated
         self.plan = plan = DeviceExamplesPlan.of(
             settings, job.rounds, data.examples, whole=withheld
@@ -89,6 +90,14 @@ class PrivateSteps:
     ) -> Iterator[list[ExampleGroup]]:
         """The examples of each step of a participation, drawn anew: nothing given repeats them."""
         return self._sampled.batches(0, self.plan.steps)
+
+    def check_trained(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Refuse optimizers that train something besides the model.
+
+        Raises:
+            TaskError: one does.
+        """
+        check_trained(optimizers, self._model.parameters(), TABLE)
 
     def add(
         self, groups: Sequence[ExampleGroup], averages: Averages, optimizer: str

@@ -83,6 +83,7 @@ def test_a_step_without_examples_has_noise_only(make_private, warm_datacenter, d
         ("Centred", {"clipping": "ghost"}, r"changes with the other examples of its batch"),
         ("Shifted", {}, r"is another one when it is read again after others"),
         ("Levelled", {}, r"reading an example changes 'model.mean'"),
+        ("Tempered", {}, r"trains a parameter that is none of the model"),
         ("Table", {"examples": 60}, r"local_data\(\) has 50 examples.*set it to 50"),
         ("Table", {"noise": None}, r"does not say the noise"),
     ],
