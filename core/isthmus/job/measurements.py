@@ -47,8 +47,9 @@ class EvaluationSection(Section):
     """Least number of devices in an evaluation. Default: three quarters of `devices`."""
     same_devices: bool = False
     """All evaluations of the run are on the devices of its first one, and have no such metrics
-    where one of them is missing. With other devices each time, the counts of each device follow
-    from the sums. Owners can demand it, see docs/edge.md. Needs secure aggregation."""
+    where one of them is missing or its task fails. With other devices each time, the counts of each
+    device follow from the sums. Owners can demand it, see docs/edge.md. Needs secure aggregation.
+    """
     per_device: bool = False
     """Record the evaluation of each device too, by its name. Not with secure aggregation, where a
     device's figures do not leave it, nor with `[privacy]`."""

@@ -229,10 +229,12 @@ class Ranges:
             liars: so many may say anything of their updates, see `is_limited`.
         """
         if not self.is_known:
+            weight = weight_max or LADDER[_FIRST_STEP + _UNKNOWN_STEPS]
             return Encoding(
                 clip=_UNKNOWN_CLIP if clip is None else clip,
-                weight_max=weight_max or LADDER[_FIRST_STEP + _UNKNOWN_STEPS],
-                bits=64,
+                weight_max=weight,
+                # With a codec it is that of the weights, which are whole: more bits tell no more.
+                bits=64 if levels is None else self._bits(clients, weight),
             )
         usual, narrow = self._candidates(clients, clip, weight_max, wider=wider, liars=liars)
         if not _last(self.largest):

@@ -17,6 +17,9 @@ MAX_FIGURES = 4096
 MAX_FIGURE = 1e200
 """Largest reported figure: sums over all devices, weighted by their examples, stay finite."""
 
+MAX_COUNT = 1 << 53
+"""Most steps, or examples, of a reply: sums of them are numbers that transcripts can hold."""
+
 MAX_STEPS = 1000
 """Steps of a round that may have figures."""
 
@@ -27,12 +30,15 @@ def reason_of(reply: link_pb2.Reply) -> str:
 
 
 def check_figures(trained: link_pb2.Trained) -> None:
-    """Check that the reported duration and averages are finite and can be summed and printed.
+    """Check that the reported duration, averages and counts can be summed, printed and stored.
 
     Raises:
-        UpdateError: one is not finite or has no printable name, there are too many, or the duration
-            is below 0.
+        UpdateError: one is not finite or has no printable name, there are too many, the duration is
+            below 0, or a count is larger than any that is made.
     """
+    for kind, count in (("steps", trained.steps), ("examples", trained.examples)):
+        if count > MAX_COUNT:
+            raise UpdateError(f"it reported {count} {kind}, and the most are {MAX_COUNT}")
     names = (*trained.training, *trained.evaluation, *trained.profile)
     if len(names) > MAX_FIGURES:
         raise UpdateError(

@@ -343,7 +343,8 @@ async def test_counts_that_no_data_have_are_in_no_metric(deployment, monkeypatch
 async def dial_with_a_liar(deployment, network, names, lie):
     """Connect devices, of which the first that is asked adds a lie to its counts.
 
-    Returns the names of it, one for each time that it was asked.
+    `lie` is a list for the first counts, or changes the ring's elements of a configuration. Returns
+    the names of it, one for each time that it was asked.
     """
     liars = []
 
@@ -355,7 +356,10 @@ async def dial_with_a_liar(deployment, network, names, lie):
 
     def changed(attempt, advertise_keys, *arguments, **options):
         keys = advertise_keys(*arguments, **options)
-        attempt._encoded.vector[: len(lie)] += torch.tensor(lie)
+        if callable(lie):
+            lie(attempt.config, attempt._encoded.vector)
+        else:
+            attempt._encoded.vector[: len(lie)] += torch.tensor(lie)
         return keys
 
     for name in names:
@@ -371,8 +375,16 @@ ENCODED = ("federated.clip=4", "federated.max_examples=1000")
 """No other sum than that of an evaluation has whole numbers."""
 
 
+def say_that_two_failed(config, vector):
+    """Say that two of the other devices could not evaluate."""
+    weight = config.size  # then the share of clipped elements, and the figure
+    vector[weight] -= 2
+    vector[weight + 2] += 2
+
+
 @pytest.mark.parametrize(
-    ("lie", "settings"), [([1 << 40], ()), ([1 << 62], ()), (CLIPPED, (BEST,))]
+    ("lie", "settings"),
+    [([1 << 40], ()), ([1 << 62], ()), (CLIPPED, (BEST,)), (say_that_two_failed, ())],
 )
 async def test_one_liar_does_not_keep_others_from_evaluating(
     deployment, network, monkeypatch, lie, settings

@@ -177,3 +177,34 @@ async def test_an_owner_who_gives_no_counts_takes_part_in_training_only(
     for record in report.rounds:
         assert (record.participants.accepted, record.evaluation.devices) == (8, 7)
     assert set(cohorts) == {frozenset(NAMES) - {"a"}}
+
+
+ONE_HAS_THE_LAST_CLASS = """
+def validation_data(self, participant):
+    inputs, target = rows(9, seed=ord(participant.name)).tensors
+    return TensorDataset(inputs, target if participant.name == "h" else target.clamp(max=1))
+
+def device_metrics(self):
+    classes = self.settings.get("classes", 3)
+
+    def of(output, target):
+        return output.argmax(-1).clamp(max=classes - 1), target
+
+    return {"confusion": isthmus.Confusion(classes, of=of)}
+"""
+
+
+async def test_no_report_has_sums_of_the_same_devices_without_one_whose_task_fails(deployment):
+    """The difference to another job's, in which none fails, would be one device's counts."""
+    deployment.policies = dict.fromkeys(NAMES, policy("same-devices"))
+    await deployment.start(ONE_HAS_THE_LAST_CLASS, NAMES)
+    settings = (SAME, "evaluation.devices=8", "rounds=1", "attempts=2")
+    whole, _ = await run(deployment, "whole", *settings)
+    assert whole.rounds[0].evaluation.devices == 8
+    fails, cohorts = await run(deployment, "fails", *settings, "seed=1", "task.settings.classes=2")
+    (record,) = fails.rounds
+    assert cohorts == [frozenset(NAMES)] * 2
+    assert (record.evaluation.devices, record.evaluation.sums) == (0, {})
+    assert record.metrics.keys() == {"loss", "accuracy"}  # on central data
+    said = "the task of 1 of 8 devices failed, and with evaluation.same_devices"
+    assert record.evaluation.error.startswith(said)

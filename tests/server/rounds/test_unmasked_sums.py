@@ -7,7 +7,9 @@ import pytest
 from tests.server.waiting import wait_until
 
 from isthmus.errors import CannotContinue
+from isthmus_privacy.slots import UNUSABLE
 from isthmus_server.read.report.report import read_report
+from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.rounds.cohort_selection import MEND_SUM, SUM_REFUSED
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
@@ -270,3 +272,54 @@ async def test_a_run_names_the_devices_without_which_no_sum_is_allowed(vanishing
     invited = attempts(again)
     assert invited[1, 2] == invited[1, 1]
     assert read_report(again).status == "finished"
+
+
+def say_unusable(device, number):
+    """Have a device say in sums of updates that so many of the others have no usable one.
+
+    Returns the attempts in which it has.
+    """
+    secure = device.agent._secure
+    join = secure.join
+    lies = []
+
+    def lying_join(attempt, *args):
+        if not attempt.config.whole:
+            lies.append(attempt.config.attempt)
+            attempt.advertise_keys = functools.partial(lying, attempt, attempt.advertise_keys)
+        return join(attempt, *args)
+
+    def lying(attempt, advertise_keys, *args, examples, **kwargs):
+        keys = advertise_keys(*args, examples=examples, **kwargs)
+        config = attempt.config
+        weight = config.size  # then the share of clipped elements, and the figures
+        slot = weight + 2 + config.slots.index(UNUSABLE)
+        attempt._encoded.vector[weight] -= number * examples
+        attempt._encoded.vector[slot] += number
+        return keys
+
+    secure.join = lying_join
+    return lies
+
+
+async def test_others_sum_in_place_of_devices_of_which_one_says_that_the_rest_failed(
+    vanishing, deployment, monkeypatch
+):
+    """The sum is one that honest devices can have, and a liar gives it in each attempt."""
+    monkeypatch.setattr(FederatedContext, "certified", True)
+    await vanishing.connect("abcdefgh")
+    store = deployment.create_run("run", "federated.cohort=4", *SETTINGS, "rounds=1")
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    lies = []
+
+    def choose_liar(event):
+        if isinstance(event, RoundPlanned) and event.attempt == 1:
+            liar = vanishing.devices[attempts(store)[1, 1][0]]
+            lies.append(say_unusable(liar, number=2))
+
+    coordinator.events.subscribe(choose_liar)
+    await coordinator.run()
+    asked = attempts(store)
+    assert lies == [[1]]
+    assert set(asked[1, 2]) == set("abcdefgh") - set(asked[1, 1])
+    assert read_report(store).rounds[0].attempt == 2

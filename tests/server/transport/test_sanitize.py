@@ -72,3 +72,10 @@ def test_figures_of_steps_are_few_and_finite():
 def test_a_figure_that_would_make_a_mean_infinite_is_refused(figure):
     with pytest.raises(UpdateError, match="its time or one of its figures is"):
         check_figures(link_pb2.Trained(training={"loss": figure}))
+
+
+@pytest.mark.parametrize("count", ["steps", "examples"])
+def test_a_count_that_no_transcript_can_hold_is_refused(count):
+    check_figures(link_pb2.Trained(**{count: 1 << 53}))
+    with pytest.raises(UpdateError, match=f"^it reported 9007199254740993 {count}, and the most"):
+        check_figures(link_pb2.Trained(**{count: (1 << 53) + 1}))

@@ -310,7 +310,9 @@ class SecureAggregationAttempt:
             )
 
     def _unusable(self, summed: Collection[str], reason: str) -> AttemptFailed:
-        self.has_sum = False  # it may be another one when the task no longer fails
+        # It may be another one when the task no longer fails. But one device of another machine can
+        # say so of the others' vectors, and would say it again.
+        self.has_sum = self._context.certified
         for name in summed:
             self._record_summed(name, "rejected", "too few of the summed updates were usable")
         receipts = self._receipts.complete(_ATTEMPT_OVER)

@@ -309,17 +309,18 @@ class RangedAttempt:
             "no ranges while they were summed"
         )
         advice = "set federated.clip and federated.max_examples, with which none are needed"
+        # With a codec, later rounds follow the magnitude of the ones before, in the job's bits, and
+        # what is rounded away is sent later.
+        follows = config.codec is not None and self._context.sums.magnitude is not None
         # A gradient and running statistics may be far larger, and whole where these are lost.
         parameters = self._context.layout.parameters_of_update(result.pseudo_gradient)
-        if lost_in_rounding(parameters, result.rounding, _UNKNOWN_ROUNDING):
+        if not follows and lost_in_rounding(parameters, result.rounding, _UNKNOWN_ROUNDING):
             raise AttemptFailed(
                 f"{why}, and in the encoding without them the updates are lost in rounding: "
                 f"{advice}",
                 result.receipts,
             )
-        # With a codec, later rounds follow the magnitude of the ones before.
-        follows = config.codec is not None and self._context.sums.magnitude is not None
-        if self._context.job.federated.clip is not None or follows or not _liars(config):
+        if self._context.job.federated.clip is not None or not _liars(config):
             return
         known = self._context.ranges.last_known(before=config.round)
         bound = USUAL_CLIP

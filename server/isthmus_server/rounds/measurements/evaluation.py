@@ -310,8 +310,10 @@ class RoundEvaluator:
 
         Raises:
             _TooClipped: a metric of the sum may not decide about the run, and others can be asked.
-            AttemptFailed: so many devices cannot have the sum of a group, or of all.
+            AttemptFailed: so many devices cannot have the sum of a group, or of all; or it is not
+                of the same devices as all others.
         """
+        self._check_same(vector, sums)
         try:
             self._check(vector, sums.total, sums.devices)
             for total, devices in sums.groups.values():
@@ -323,6 +325,26 @@ class RoundEvaluator:
             return
         if why := self._too_clipped(vector, sums):  # one device can say so of all its values
             raise _TooClipped(why, sums.receipts)
+
+    def _check_same(self, vector: _Vector, sums: Answers) -> None:
+        """Refuse a sum without the counts of some of the devices that evaluate all models.
+
+        Whose task fails can follow from a setting of the job: with the sum of another job the
+        counts of one device would be in the reports.
+
+        Raises:
+            AttemptFailed: so it is.
+        """
+        if not (self._job.evaluation.same_devices and isinstance(vector, EvaluationVector)):
+            return
+        summed = sum(receipt.status == "accepted" for receipt in sums.receipts)
+        if sums.devices < summed:
+            raise AttemptFailed(
+                f"the task of {summed - sums.devices} of {summed} devices failed, and with "
+                "evaluation.same_devices no sum is without their counts; the devices' own logs "
+                "say why",
+                sums.receipts,
+            )
 
     def _check(self, vector: _Vector, total: torch.Tensor, devices: int) -> None:
         """Refuse a sum of counts that so many devices cannot have; one with noise may be any.

@@ -13,6 +13,7 @@ from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.ranges import Ranges, counts_of
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
+from isthmus_server.regimes.committed_sums import LARGEST_WEIGHT, CommittedSums
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.secure_sums.round_configs import UNITS_PER_BIT, _compressed
@@ -153,6 +154,25 @@ async def test_without_ranges_a_mean_is_at_most_as_large_as_before(opened):
     said = "elements of up to 5[.0-9]*, where the rounds before allow 4: set federated.clip"
     with pytest.raises(AttemptFailed, match=said):
         await run.train()
+
+
+async def test_compressed_updates_are_summed_without_ranges_by_the_magnitude_of_before(opened):
+    """Their weights have a ring of 32 bits, which the largest weight without ranges fits."""
+
+    def meaningless(vector):
+        vector[:2] += 1
+
+    run = await opened("federated.compression={bits=8, one_in=1}")
+    ranges = RangeLog()
+    sums = CommittedSums()
+    training = (await run.train(ranges=ranges, sums=sums)).training
+    sums._follow(training["magnitude"], training[LARGEST_WEIGHT])
+    lie(run, ranges=meaningless)
+    result = await run.train(ranges=ranges, sums=sums, round_=2)
+    assert not ranges.of(2, run.blob.sha256, "").ranges.is_known
+    assert result.training["weight_max"] == 128_000
+    plain = await run.plain_mean(NAMES, round_=2)
+    torch.testing.assert_close(result.pseudo_gradient.double(), plain, rtol=0.1, atol=1e-3)
 
 
 async def test_the_rounds_before_say_how_large_a_mean_without_ranges_may_be(opened):
