@@ -94,7 +94,7 @@ class SignedSums:
         if config.hash in self._seen:
             raise Violation(f"{where} is a sum that was there before")
         self._seen.add(config.hash)
-        _check_set_up(config, _bytes(content, "set_up") if has_set_up else b"", where)
+        _check_set_up(config, _bytes(content, "set_up") if has_set_up else None, where)
         roster = read_roster(roster_bytes, f"the roster in {where}")
         for one, other in itertools.pairwise(member.name.encode() for member in roster):
             if one >= other:
@@ -160,13 +160,18 @@ class SignedSums:
             raise Violation(f"{shown(member.name)} has not signed the configuration in {where}")
 
 
-def _check_set_up(config: Config, set_up: bytes, where: str) -> None:
-    """Check that devices have signed their keys for this sum, or for that of its ranges."""
+def _check_set_up(config: Config, set_up: bytes | None, where: str) -> None:
+    """Check that devices have signed their keys for this sum, or for that of its ranges.
+
+    `set_up`: the configuration of the sum before; None if the entry has none, not even an empty
+    one, which would be another form of the same entry.
+    """
     if not config.set_up:
-        if set_up:
+        if set_up is not None:
             raise Violation(f"{where} names the sum before, whose keys it does not have")
         return
-    if not config.follows(Config.read(set_up, f"the configuration before that in {where}")):
+    before = Config.read(set_up or b"", f"the configuration before that in {where}")
+    if not config.follows(before):
         raise Violation(f"the keys in {where} were signed for another sum than that of its ranges")
 
 

@@ -283,6 +283,10 @@ FORGERIES = {
     "another roster": (_other_bytes("roster", -70), "has not signed the configuration"),
     "another certificate": (_other_bytes("roster", 120), "no certificate of the authority"),
     "another configuration": (_other_bytes("config", -20), "has not signed the configuration"),
+    "an empty set-up": (
+        _edit("sum", lambda c: c.update(set_up="")),
+        "names the sum before, whose keys it does not have",
+    ),
     "other survivors": (_other_bytes("survivors", -1), "is a sum over 2 of 3"),
     "other signatures": (_other_bytes("signatures", -1), "is not valid"),
     "another purpose": (_other_bytes("purpose", -1), "not the one that the devices signed"),
@@ -529,4 +533,14 @@ def test_a_line_that_a_crash_cut_short_is_left_out_and_replaced(tmp_path):
     assert len(list(read_signed_sums(tmp_path))) == 4
     path.write_bytes(b"{}\n" + whole)
     with pytest.raises(DamagedError, match=r"line 1 of .* is damaged"):
+        list(read_signed_sums(tmp_path))
+
+
+def test_a_set_up_that_is_named_and_empty_is_damage(tmp_path):
+    """The line would have another form, and say the same."""
+    signed = SignedSum(bytes(32), b"config", b"roster", b"survivors", b"signatures")
+    SignedSums(tmp_path).add(signed, b"", "{}")
+    path = tmp_path / "signed-sums.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'{"authority"', b'{"set_up": "", "authority"', 1))
+    with pytest.raises(DamagedError, match=r"line 2 of .* is damaged"):
         list(read_signed_sums(tmp_path))
