@@ -79,6 +79,17 @@ async def recorded(deployment):
     return _RECORDED["transcript"]
 
 
+@pytest.fixture
+async def recorded_with_ranges(deployment):
+    """The transcript of a secure run whose sums are set up by those of the ranges."""
+    if "ranges" not in _RECORDED:
+        await deployment.start()
+        store = deployment.create_run("run", "rounds=1")
+        await Coordinator(RunParts.of(store, deployment.link)).run()
+        _RECORDED["ranges"] = transcript_of(store)
+    return _RECORDED["ranges"]
+
+
 _RECORDED: dict[str, bytes] = {}
 
 
@@ -291,6 +302,32 @@ FORGERIES = {
     "other signatures": (_other_bytes("signatures", -1), "is not valid"),
     "another purpose": (_other_bytes("purpose", -1), "not the one that the devices signed"),
 }
+
+
+SET_UP_FORGERIES = {
+    "no set-up": (_edit("sum", lambda c: c.pop("set_up")), "ends too early"),
+    "the set-up of itself": (
+        _edit("sum", lambda c: c.update(set_up=c["config"])),
+        "signed for another sum than that of its ranges",
+    ),
+    "another set-up": (_other_bytes("set_up", 60), "signed for another sum"),
+    "a configuration after another": (_other_bytes("config", -1), "signed for another sum"),
+    "another configuration": (_other_bytes("config", 60), "not of its roster"),
+    "another roster": (_other_bytes("roster", -70), "has not signed the configuration"),
+    "a set-up that is not needed": (
+        _edit("sum", lambda c: c.update(config=c["set_up"])),
+        "names the sum before",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", SET_UP_FORGERIES)
+async def test_a_forged_sum_that_another_one_has_set_up_is_found(recorded_with_ranges, forgery):
+    forge, sentence = SET_UP_FORGERIES[forgery]
+    entries = entries_of(recorded_with_ranges)
+    assert chained(entries) == recorded_with_ranges
+    with pytest.raises(Violation, match=re.escape(sentence)):
+        check(io.BytesIO(chained(forge(entries))))
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
