@@ -460,7 +460,8 @@ class Agent:
             return link_pb2.Reply(trained=link_pb2.Trained()), None
         if masked:
             wanted = self._wanted(run, request)
-            return self._secure.train(self.host, run, request, payload, wanted), None
+            reply = self._secure.train(self.host, run, request, payload, wanted)
+            return reply, self._secure.take_masked()
         run.charge(work)
         report = progress if run.reports else lambda _: None
         with constant_failures(run.account is not None, self._log_file, on_data=True):

@@ -11,6 +11,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, JobError, TaskError
 from isthmus.transport.blobs import describe
+from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import OWNER_REFUSES
 from isthmus_privacy.purpose import ranged_model, ranges_run_id
 from isthmus_privacy.secagg.ranges import SIZE
@@ -155,6 +156,30 @@ async def test_the_set_up_of_the_ranges_is_that_of_the_updates(opened):
     assert relative_error(result, made) < 1e-4
     both = ["train_local", "roster", "inbox", *UNMASKING, "agree", *UNMASKING]
     assert list(steps.values()) == [both] * 5
+
+
+async def test_an_update_that_is_trained_again_for_the_second_sum_goes_with_its_reply(opened):
+    """A server may ask for that in place of `Agree`: no masked vector stays in memory."""
+    run = await opened()
+    made = record_updates(run)
+    trained = {}
+    for name, device in run.devices.items():
+        work = device.agent.work
+
+        async def trains_again(request, *args, name=name, work=work):
+            if request.HasField("train_local"):
+                trained[name] = request.train_local
+            if request.HasField("agree"):
+                again = link_pb2.Request(id=f"again {name}", train_local=trained[name])
+                again.train_local.ClearField("ranges")
+                again.train_local.secure = request.agree.secure
+                return await work(again, bytearray(run.model), lambda progress: None)
+            return await work(request, *args)
+
+        device.agent.work = trains_again
+    result = await run.train()
+    assert relative_error(result, made) < 1e-4
+    assert all(device.agent._secure.take_masked() is None for device in run.devices.values())
 
 
 async def test_a_sum_that_allows_another_cohort_has_a_set_up_of_its_own(opened, monkeypatch):
