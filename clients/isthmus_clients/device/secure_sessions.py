@@ -300,9 +300,13 @@ class SecureSessions:
         """Check the configuration of a sum of a round's updates."""
         run.check_group(work.group, self.read_config(config).clients_min)
         attempt = self.propose_update_sum(run, work, config, origin)
-        run.check_privacy(attempt.config, self.rho(work.run_id))
-        run.check_codec(attempt.config)
-        run.check_encoding(attempt.config)
+        try:
+            run.check_privacy(attempt.config, self.rho(work.run_id))
+            run.check_codec(attempt.config)
+            run.check_encoding(attempt.config)
+        except BaseException:
+            attempt.close()  # it may have the secrets that were kept for this sum
+            raise
         return attempt
 
     def propose_update_sum(
@@ -489,7 +493,11 @@ class SecureSessions:
             start=own_start,
             selected=False,
         )
-        run.check_encoding(attempt.config)
+        try:
+            run.check_encoding(attempt.config)
+        except BaseException:
+            attempt.close()  # as in a round
+            raise
         self._kept = None
         reply = self._join_with_update(
             attempt, run, run.layout, kept.result, scale, exponents=kept.exponents
@@ -551,7 +559,8 @@ class SecureSessions:
         proposed = self.read_config(config)
         proposed.check_size(size)
         torch.set_num_threads(self._threads)
-        before = self._current if isinstance(proposed.set_up, SetUpBefore) else None
+        last = self._current
+        before = last if isinstance(proposed.set_up, SetUpBefore) else None
         if before is not None:
             first = before.config
             sum_before = (first.run_id, first.model_hash, first.purpose)
@@ -575,6 +584,9 @@ class SecureSessions:
             if refused.code == "draw-not-now":
                 refused.args = (f"{refused}; {self._clocks.doubt()}",)
             raise
+        finally:
+            if last is not None:
+                last.close()  # what it has kept for this sum is taken, or of no use any more
 
     def _join_with_ranges(
         self,

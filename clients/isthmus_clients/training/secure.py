@@ -240,6 +240,10 @@ class SecureParticipation:
         masked, payload = self.session.mask_next(self._taken())
         return masked.to_bytes(), payload
 
+    def close(self) -> None:
+        """End it, and overwrite its secrets, also those that are kept for a next sum."""
+        self.session.close()
+
     def _taken(self) -> Encoded:
         """The plain vector, which the masked one overwrites: nothing is left to mask again."""
         if self._encoded is None:

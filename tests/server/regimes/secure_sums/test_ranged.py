@@ -14,6 +14,7 @@ from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import OWNER_REFUSES
 from isthmus_privacy.purpose import ranged_model, ranges_run_id
+from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.ranges import SIZE
 from isthmus_privacy.slots import TRAINING_SLOTS
 from isthmus_server.regimes.base import AttemptFailed
@@ -156,6 +157,31 @@ async def test_the_set_up_of_the_ranges_is_that_of_the_updates(opened):
     assert relative_error(result, made) < 1e-4
     both = ["train_local", "roster", "inbox", *UNMASKING, "agree", *UNMASKING]
     assert list(steps.values()) == [both] * 5
+
+
+@pytest.mark.parametrize("changes", [{"clip": 0.123}, {"clients_min": 2}, {"attempt": 7}])
+async def test_a_second_sum_that_is_refused_leaves_none_of_its_secrets(opened, changes):
+    """These are shares of others' secrets, too, and its server goes on without this device."""
+    run = await opened("task.settings.lr=1000")
+    made = record_updates(run)
+    agent = run.devices["c"].agent
+    work = agent.work
+    kept = []
+
+    async def lied_to(request, *args):
+        if request.HasField("agree"):
+            secrets = agent._secure._current.session._next
+            kept.extend([secrets.seed, *secrets.share_pairs.values()])
+            config = RoundConfig.from_bytes(request.agree.secure)
+            request.agree.secure = dataclasses.replace(config, **changes).to_bytes()
+        return await work(request, *args)
+
+    agent.work = lied_to
+    result = await run.train()
+    assert relative_error(result, made, "abde") < 1e-4
+    assert result.receipts[2].status == "rejected"
+    assert len(kept) == 5
+    assert not any(map(any, kept))
 
 
 async def test_an_update_that_is_trained_again_for_the_second_sum_goes_with_its_reply(opened):
