@@ -211,7 +211,7 @@ def server_unmasking(params: int, clients: int, repeats: int) -> Comparison:
     isthmus_keys = [OneTimeKey() for _ in range(clients)]
     dealt = [
         shamir.split(
-            seeds[i] if i in survivors else isthmus_keys[i].secret_bytes(),
+            [seeds[i] if i in survivors else isthmus_keys[i].secret_bytes()],
             points[i],
             graph.threshold,
         )[: graph.threshold]
@@ -272,7 +272,7 @@ def sharing(holders: int, threshold: int, repeats: int) -> Comparison:
     points = list(range(1, holders + 1))
 
     def isthmus() -> None:
-        shares = [shamir.split(secret, points, threshold) for secret in (seed, key)]
+        shares = [shamir.split([secret], points, threshold) for secret in (seed, key)]
         secrets = shamir.combine([points[:threshold]] * 2, [s[:threshold] for s in shares])
         assert secrets == [seed, key]
 

@@ -306,6 +306,28 @@ def ranged_model(name: bytes) -> bytes:
     return tagged_hash("ranged-model", name)
 
 
+def check_ranges_before(
+    sum_before: tuple[str, bytes, bytes], *, run_id: str, name: bytes, purpose: bytes
+) -> None:
+    """Refuse the set-up of another sum than that of the ranges of the same updates.
+
+    Args:
+        sum_before: run, model and purpose of the sum whose set-up would be used.
+        run_id: of the sum of the updates.
+        name: of the model, or of what takes its place.
+        purpose: hash of what the updates are for.
+
+    Raises:
+        PeerMisbehaved: it is another one.
+    """
+    if sum_before != (ranges_run_id(run_id), ranged_model(name), RangePurpose(purpose).hash):
+        refusal.refuse(
+            "set-up-of-other-updates",
+            "the keys of this sum would be those of a sum before that was not of the ranges of the "
+            "same updates",
+        )
+
+
 Start = tuple[int, bytes, bool, Position]
 """Start of a kept update: its round, the SHA-256 of its model, whether a gradient followed it, and
 the round's position."""

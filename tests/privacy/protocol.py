@@ -8,7 +8,12 @@ import torch
 
 from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
 from isthmus_privacy.secagg.client import ClientSession
-from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
+from isthmus_privacy.secagg.config import (
+    ClientRequirements,
+    RoundConfig,
+    SetUpBefore,
+    SetUpForTwo,
+)
 from isthmus_privacy.secagg.encoding import encode
 from isthmus_privacy.secagg.history import History
 from isthmus_privacy.secagg.identity import Authority, Directory
@@ -98,10 +103,16 @@ class ProtocolRound:
         """Each client's ring vector before masking."""
         self.masked = {}
         self.revealed = {}
+        self.first = None
+        """The round whose set-up this one has."""
 
-    def active(self, stage):
+    def active(self, stage, clients=None):
         """Clients that still send their message of a stage."""
-        return [name for name in self.clients if self.dropouts.get(name, Stage.FINISHED) > stage]
+        return [
+            name
+            for name in clients or self.clients
+            if self.dropouts.get(name, Stage.FINISHED) > stage
+        ]
 
     def advertise_keys(self):
         for name in self.active(Stage.ADVERTISE_KEYS):
@@ -178,3 +189,61 @@ class ProtocolRound:
         assert torch.equal(total.vector, expected)
         assert list(total.clients) == self.active(Stage.MASKED_INPUT)
         return total
+
+
+class NextRound(ProtocolRound):
+    """The next sum of a round that was set up for two, and has ended."""
+
+    def __init__(self, first, dropouts=None, histories=None, **changes):
+        self.first = first
+        self.histories = histories or {}
+        self.dropouts = first.dropouts | (dropouts or {})
+        cohort = {name: getattr(first.config, name) for name in _COHORT}
+        own = {"run_id": "next", "model_hash": hashlib.sha256(b"next").digest(), "size": 5}
+        set_up = SetUpBefore(first.config.hash)
+        self.config = make_config(**{**cohort, **own, "set_up": set_up, **changes})
+        self.server = first.server.followed_by(self.config)
+        self.clients = {}
+        for name in self.server.missing:
+            if name in self.active(Stage.UNMASKING, first.clients):
+                self.clients[name] = self.client(name)
+        self.clients = dict(sorted(self.clients.items()))
+        self.roster = first.roster
+        self.plain, self.masked, self.revealed = {}, {}, {}
+
+    def client(self, name):
+        """The session of a client after that of the first sum."""
+        history = self.histories.get(name, History())
+        before = self.first.clients[name]
+        return make_client(self.config, name, before=before, history=history)
+
+    def mask(self, name, encoded=None):
+        encoded = self.encoded(name) if encoded is None else encoded
+        return self.clients[name].mask_next(encoded)
+
+    def until(self, stage):
+        """Run the stages before `stage`, of which the first is that of the vectors."""
+        steps = [self.mask_inputs, self.check_consistency, self.reveal_shares]
+        for step in steps[: stage - Stage.MASKED_INPUT]:
+            step()
+        return self
+
+
+_COHORT = (
+    "round",
+    "attempt",
+    "clients_max",
+    "clients_min",
+    "corrupt_permille",
+    "dropout_permille",
+    "complete_up_to",
+    "draw",
+    "selected_ppm",
+)
+
+
+def first_of_two(count=6, dropouts=None, **changes):
+    """A round that is set up for two, after its sum was unmasked."""
+    first = ProtocolRound(count, dropouts, set_up=SetUpForTwo(), **changes)
+    first.run()
+    return first

@@ -21,6 +21,7 @@ MAX_CLIENTS = 1 << 16
 ONE_TIME_KEY = 32 + 1184
 MAX_SLOTS = 256
 MAX_STARTS = 1 << 12
+MAX_RANGES = 4096
 MAX_GROUP = 64
 """Bytes of the name of a group."""
 _RANDOM_GROUP = re.compile(r"random-([1-9][0-9]?)-of-([1-9][0-9]?)")
@@ -74,6 +75,15 @@ class Reader:
         if self.take(len(expected)) != expected:
             raise Violation(f"{self.where} is not a message {tag!r}")
 
+    def begins(self, tag: str) -> bool:
+        """Whether what follows begins as a message of that tag."""
+        return self.data.startswith(tagged(tag), self.at)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether nothing follows."""
+        return self.at == len(self.data)
+
     def number(self) -> int:
         """An unsigned number of 64 bits."""
         return int.from_bytes(self.take(8), "little")
@@ -113,8 +123,22 @@ class Reader:
 
     def end(self) -> None:
         """Nothing follows."""
-        if self.at != len(self.data):
+        if not self.at_end:
             raise Violation(f"{self.where} has {len(self.data) - self.at} bytes too many")
+
+
+def _read_codec(reader: Reader) -> None:
+    """Read past how devices compress updates; its hash is checked, and not what it says."""
+    if not reader.begins("update-codec-3"):
+        reader.tag("provided-codec-1")
+        for most in (63, 128, 1 << 16):  # name, version and settings
+            reader.text(most)
+        reader.take(3 * 8)  # length, bits and seed
+        return
+    reader.tag("update-codec-3")
+    reader.take(3 * 8)  # share of the elements, bits and seed
+    for _ in range(reader.length(MAX_RANGES)):
+        reader.take(3 * 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +166,18 @@ class Config:
     draw: int
     noise_multiplier: float | None
     """Noise multiplier of the noise that the devices add; None if they add none."""
+    selected_ppm: int
+    complete_up_to: int
+    is_for_two: bool
+    """Whether the keys that devices sign for this sum are those of the next one, too."""
+    set_up: bytes
+    """Hash of the configuration of the sum before, for which devices have signed the keys of this
+    one; empty if they have signed them for this one."""
     hash: bytes
 
     @classmethod
     def read(cls, data: bytes, where: str) -> Config:
-        """Read all but the codec, which comes last; the hash covers that too."""
+        """Read a configuration."""
         reader = Reader(data, where)
         reader.tag("round-config")
         run_id = reader.text(128)
@@ -163,12 +194,13 @@ class Config:
         clients_min = reader.number()
         corrupt = reader.number()
         dropout = reader.number()
-        reader.take(3 * 8)  # size of a complete graph, bits of the ring, levels of an element
+        complete_up_to = reader.number()
+        reader.take(2 * 8)  # bits of the ring, levels of an element
         reader.real()  # clipping bound of an element
         reader.flag()  # whether elements are whole numbers
         reader.number()  # largest weight
         draw = reader.number()
-        reader.number()  # millionths of the devices that were drawn
+        selected = reader.number()  # millionths of the devices
         multiplier = None
         if reader.flag():
             reader.tag("distributed-noise")
@@ -176,6 +208,15 @@ class Config:
             multiplier = reader.real()
             reader.number()  # devices whose noise is counted on
             reader.real()  # integers per unit of the update
+        if reader.flag():
+            _read_codec(reader)
+        is_for_two = False
+        set_up = b""
+        if not reader.at_end:
+            is_for_two = reader.begins("set-up-for-two")
+            reader.tag("set-up-for-two" if is_for_two else "set-up-before")
+            set_up = b"" if is_for_two else reader.take(32)
+        reader.end()
         return cls(
             run_id=run_id,
             round=round_,
@@ -188,8 +229,47 @@ class Config:
             dropout_permille=dropout,
             draw=draw,
             noise_multiplier=multiplier,
+            selected_ppm=selected,
+            complete_up_to=complete_up_to,
+            is_for_two=is_for_two,
+            set_up=set_up,
             hash=tagged_hash("config-hash", data),
         )
+
+    @property
+    def signed_hash(self) -> bytes:
+        """The hash that devices sign with their keys."""
+        return self.set_up or self.hash
+
+    def follows(self, first: Config) -> bool:
+        """Whether the keys of this sum may be those of a first one, which sums its ranges."""
+        cohorts = [
+            (
+                config.round,
+                config.attempt,
+                config.clients_max,
+                config.clients_min,
+                config.corrupt_permille,
+                config.dropout_permille,
+                config.complete_up_to,
+                config.draw,
+                config.selected_ppm,
+            )
+            for config in (self, first)
+        ]
+        return (
+            first.is_for_two
+            and self.set_up == first.hash
+            and cohorts[0] == cohorts[1]
+            and first.run_id == f"{self.run_id}/ranges"
+            and first.model_hash == tagged_hash("ranged-model", self.model_hash)
+            and first.purpose == tagged_hash("purpose", tagged("range-purpose") + self.purpose)
+        )
+
+    def roster_hash(self, roster: bytes) -> bytes:
+        """What devices sign in the place of a roster."""
+        hash_ = tagged_hash("roster-hash", self.signed_hash, roster)
+        return tagged_hash("next-roster-hash", self.hash, hash_) if self.set_up else hash_
 
     def quorum(self, clients: int) -> int:
         """Signatures that make a set of survivors final, in a roster of so many."""
@@ -254,7 +334,7 @@ class Member:
             self.identity,
             self.signature,
             "advertise-keys",
-            config.hash,
+            config.signed_hash,
             self.name.encode(),
             self.identity,
             self.sealing_key,

@@ -32,7 +32,7 @@ class SignedSum:
     """SHA-256 of the model that they name, in hexadecimal."""
     devices: frozenset[str]
     roster: frozenset[str]
-    """All devices that have signed the configuration."""
+    """All devices that have signed their keys for the configuration, or that of its ranges."""
     draw: int
     clients_min: int
     noise_multiplier: float | None
@@ -79,7 +79,9 @@ class SignedSums:
         Raises:
             Violation: a certificate or a signature is not valid, or the sum was there before.
         """
-        content.only("authority", "config", "purpose", "roster", "signatures", "survivors")
+        own = ("authority", "config", "purpose", "roster", "signatures", "survivors")
+        has_set_up = "set_up" in content.values
+        content.only(*own, *(["set_up"] if has_set_up else []))
         where = content.where
         authority = bytes.fromhex(content.digest("authority"))
         if self._authority not in (None, authority):
@@ -92,6 +94,7 @@ class SignedSums:
         if config.hash in self._seen:
             raise Violation(f"{where} is a sum that was there before")
         self._seen.add(config.hash)
+        _check_set_up(config, _bytes(content, "set_up") if has_set_up else None, where)
         roster = read_roster(roster_bytes, f"the roster in {where}")
         for one, other in itertools.pairwise(member.name.encode() for member in roster):
             if one >= other:
@@ -157,6 +160,21 @@ class SignedSums:
             raise Violation(f"{shown(member.name)} has not signed the configuration in {where}")
 
 
+def _check_set_up(config: Config, set_up: bytes | None, where: str) -> None:
+    """Check that devices have signed their keys for this sum, or for that of its ranges.
+
+    `set_up`: the configuration of the sum before; None if the entry has none, not even an empty
+    one, which would be another form of the same entry.
+    """
+    if not config.set_up:
+        if set_up is not None:
+            raise Violation(f"{where} names the sum before, whose keys it does not have")
+        return
+    before = Config.read(set_up or b"", f"the configuration before that in {where}")
+    if not config.follows(before):
+        raise Violation(f"the keys in {where} were signed for another sum than that of its ranges")
+
+
 def _survivors(
     config: Config,
     roster: list[Member],
@@ -167,7 +185,7 @@ def _survivors(
 ) -> frozenset[str]:
     """Who is in the sum, by the signatures of enough of them."""
     roster_hash, owners, survivors = read_survivors(survivor_bytes, f"the survivors in {where}")
-    if roster_hash != tagged_hash("roster-hash", config.hash, roster_bytes):
+    if roster_hash != config.roster_hash(roster_bytes):
         raise Violation(f"the survivors in {where} are not of its roster")
     if owners.size != len(roster) or survivors.size != len(roster):
         raise Violation(f"the survivors in {where} are of a roster of another size")

@@ -364,7 +364,7 @@ class Agent:
             return link_pb2.Reply(app_replied=answer), records
         if kind == "agree":
             async with self._working:
-                return await asyncio.to_thread(self._agree, request.agree), None
+                return await self._throttled(self._agree, request.agree)
         if kind == "secure_step":
             async with self._working:
                 stepped, payload = await self._throttled(
@@ -460,7 +460,8 @@ class Agent:
             return link_pb2.Reply(trained=link_pb2.Trained()), None
         if masked:
             wanted = self._wanted(run, request)
-            return self._secure.train(self.host, run, request, payload, wanted), None
+            reply = self._secure.train(self.host, run, request, payload, wanted)
+            return reply, self._secure.take_masked()
         run.charge(work)
         report = progress if run.reports else lambda _: None
         with constant_failures(run.account is not None, self._log_file, on_data=True):
@@ -501,10 +502,10 @@ class Agent:
         """The name by which the server fetches an update."""
         return describe(update)
 
-    def _agree(self, work: link_pb2.Agree) -> link_pb2.Reply:
+    def _agree(self, work: link_pb2.Agree) -> tuple[link_pb2.Reply, Buffer | None]:
         """Begin the secure sum of the update that this device keeps."""
         self._run(work.run_id)
-        return self._secure.agree(self.host, work)
+        return self._secure.agree(self.host, work), self._secure.take_masked()
 
     def _score(self, request: link_pb2.Request, payload: Buffer) -> link_pb2.Reply:
         """Score models; with secure aggregation the scores are not sent before they are masked."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import PeerMisbehaved, UpdateError
-from isthmus.transport.blobs import Buffer
+from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import gradient_name, position_of
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
@@ -99,6 +99,8 @@ class SecureSessions:
     """
 
     _rounding_secret: bytes | None = None
+    _masked: Buffer | None = None
+    """See `take_masked`."""
 
     def __init__(
         self,
@@ -298,9 +300,13 @@ class SecureSessions:
         """Check the configuration of a sum of a round's updates."""
         run.check_group(work.group, self.read_config(config).clients_min)
         attempt = self.propose_update_sum(run, work, config, origin)
-        run.check_privacy(attempt.config, self.rho(work.run_id))
-        run.check_codec(attempt.config)
-        run.check_encoding(attempt.config)
+        try:
+            run.check_privacy(attempt.config, self.rho(work.run_id))
+            run.check_codec(attempt.config)
+            run.check_encoding(attempt.config)
+        except BaseException:
+            attempt.close()  # it may have the secrets that were kept for this sum
+            raise
         return attempt
 
     def propose_update_sum(
@@ -487,7 +493,11 @@ class SecureSessions:
             start=own_start,
             selected=False,
         )
-        run.check_encoding(attempt.config)
+        try:
+            run.check_encoding(attempt.config)
+        except BaseException:
+            attempt.close()  # as in a round
+            raise
         self._kept = None
         reply = self._join_with_update(
             attempt, run, run.layout, kept.result, scale, exponents=kept.exponents
@@ -521,6 +531,8 @@ class SecureSessions:
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
 
+        One whose set-up is that of the sum before is of the device's last sum.
+
         Args:
             about: run, round and attempt of the request.
             config: the encoded configuration.
@@ -541,9 +553,18 @@ class SecureSessions:
         import torch
 
         from isthmus_clients.training.secure import SecureParticipation
+        from isthmus_privacy.purpose import check_ranges_before
+        from isthmus_privacy.secagg.config import SetUpBefore
 
-        self.read_config(config).check_size(size)
+        proposed = self.read_config(config)
+        proposed.check_size(size)
         torch.set_num_threads(self._threads)
+        last = self._current
+        before = last if isinstance(proposed.set_up, SetUpBefore) else None
+        if before is not None:
+            first = before.config
+            sum_before = (first.run_id, first.model_hash, first.purpose)
+            check_ranges_before(sum_before, run_id=about[0], name=name, purpose=purpose)
         self._current = None
         try:
             return SecureParticipation(
@@ -557,11 +578,15 @@ class SecureSessions:
                 start=start,
                 whole=whole,
                 group=group,
+                before=before,
             )
         except PeerMisbehaved as refused:
             if refused.code == "draw-not-now":
                 refused.args = (f"{refused}; {self._clocks.doubt()}",)
             raise
+        finally:
+            if last is not None:
+                last.close()  # what it has kept for this sum is taken, or of no use any more
 
     def _join_with_ranges(
         self,
@@ -698,23 +723,35 @@ class SecureSessions:
         """Encode a vector and begin the attempt; one that cannot be encoded has no effect.
 
         None is a vector that is not usable. `note` learns whether it has any weight. The reply has
-        only keys: not even how long the device took, which depends on its data.
+        only keys, or in a next sum a masked vector, see `take_masked`: not even how long the device
+        took, which depends on its data.
         """
-        keys = None
+        usable = False
         if vector is not None:
             try:
-                keys = attempt.advertise_keys(vector, examples=examples, figures=figures, seed=seed)
+                attempt.encode(vector, examples=examples, figures=figures, seed=seed)
+                usable = True
             except UpdateError:
                 log.exception("a vector cannot be encoded; this device takes part without effect")
-        if keys is None:
+        if not usable:
             zeros, weight, figures = without_effect(attempt.config, vector)
             attempt.spacing = None
-            keys = attempt.advertise_keys(zeros, examples=weight, figures=figures, seed=seed)
+            attempt.encode(zeros, examples=weight, figures=figures, seed=seed)
             attempt.sent = None  # of the vector, see `Residual.save`
             examples = 0
+        message, self._masked = attempt.begin()
         note(examples > 0)
         self._current = attempt
-        return link_pb2.Reply(trained=link_pb2.Trained(secure=keys.to_bytes()))
+        reply = link_pb2.Reply(trained=link_pb2.Trained(secure=message))
+        if self._masked is not None:
+            reply.trained.result.CopyFrom(describe(self._masked))
+        return reply
+
+    def take_masked(self) -> Buffer | None:
+        """The masked vector that goes with the last reply of `join`; None if there is none."""
+        masked = self._masked
+        self._masked = None
+        return masked
 
     def check_roster(self, message: link_pb2.SecureStep, size: int) -> None:
         """Check the size of the roster of the current attempt, before there is memory for it.

@@ -23,10 +23,9 @@ from isthmus_privacy.secagg.encoding import Encoded, encode, hide_spacing
 from isthmus_privacy.secagg.history import History, StartModel
 from isthmus_privacy.secagg.identity import Directory, Enrolment
 from isthmus_privacy.secagg.messages import (
+    INBOX,
     MAX_ENTRY_BYTES,
-    AdvertiseKeys,
     ConsistencySignatures,
-    Inbox,
     Roster,
     Survivors,
 )
@@ -139,6 +138,7 @@ class SecureParticipation:
         start: StartModel | None = None,
         whole: int = 0,
         group: RandomGroup | None = None,
+        before: SecureParticipation | None = None,
     ) -> None:
         """Check the configuration that the server proposes.
 
@@ -156,6 +156,8 @@ class SecureParticipation:
             whole: levels of the whole numbers that this device sends in place of an update, see
                 `RoundConfig.check_form`; 0 for an update.
             group: the random group that is summed; None for any devices.
+            before: this device's part in the sum that was set up for this one too; None for a
+                set-up of its own.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -175,7 +177,7 @@ class SecureParticipation:
         if group is not None:
             requirements = dataclasses.replace(requirements, group=group)
         # All refusals are here, so that nothing was trained for a configuration that is refused.
-        self.session = ClientSession(
+        self.session: ClientSession = ClientSession(
             self.config,
             identity=credentials.identity,
             enrolment=credentials.enrolment,
@@ -185,7 +187,9 @@ class SecureParticipation:
             purpose=purpose,
             requirements=requirements,
             start=start,
+            before=None if before is None else before.session,
         )
+        self._is_set_up = before is not None
         if self.config.noise is not None:
             epsilon = epsilon_of_rho(credentials.history.rho(), requirements.delta)
             log.info(
@@ -202,24 +206,51 @@ class SecureParticipation:
         """The part of the update that the encoded vector stands for, (N) float32; None before, and
         without a codec."""
 
-    def advertise_keys(
+    def encode(
         self,
         update: torch.Tensor,
         *,
         examples: int,
         figures: Mapping[str, float],
         seed: bytes,
-    ) -> AdvertiseKeys:
-        """Encode an update (N) and return the keys it will be masked with.
+    ) -> None:
+        """Encode an update (N).
 
         `figures` has a value for each slot of the configuration. `seed` determines the rounding, so
         that a repeated round encodes the same vector.
+
+        Raises:
+            UpdateError: it cannot be encoded.
         """
         self._encoded = encode_repeatably(
             self.config, update, examples, figures, seed, self.spacing
         )
         self.sent = self._encoded.sent
-        return self.session.advertise_keys()
+
+    def begin(self) -> tuple[bytes, Buffer | None]:
+        """The first message about the encoded update, and what goes with it.
+
+        These are the keys that it will be masked with, alone; or in a next sum the masked update.
+
+        Raises:
+            PeerMisbehaved: the sum is refused.
+        """
+        if not self._is_set_up:
+            return self.session.advertise_keys().to_bytes(), None
+        masked, payload = self.session.mask_next(self._taken())
+        return masked.to_bytes(), payload
+
+    def close(self) -> None:
+        """End it, and overwrite its secrets, also those that are kept for a next sum."""
+        self.session.close()
+
+    def _taken(self) -> Encoded:
+        """The plain vector, which the masked one overwrites: nothing is left to mask again."""
+        if self._encoded is None:
+            raise UpdateError("there is no update to mask")
+        encoded = self._encoded
+        self._encoded = None
+        return encoded
 
     @property
     def most_roster_bytes(self) -> int:
@@ -243,12 +274,8 @@ class SecureParticipation:
             message = session.share_keys(Roster.from_bytes(memoryview(roster))).to_bytes()
             return link_pb2.SecureStepped(message=message), None
         if kind == "inbox":
-            if self._encoded is None:
-                raise UpdateError("there is no update to mask")
-            masked, payload = session.mask_input(Inbox.from_bytes(work.inbox), self._encoded)
-            # The plain vector was overwritten by the masked one: there is nothing left to mask
-            # again.
-            self._encoded = None
+            inbox = INBOX[self.config.is_for_two].from_bytes(work.inbox)
+            masked, payload = session.mask_input(inbox, self._taken())
             stepped = link_pb2.SecureStepped(message=masked.to_bytes(), masked=describe(payload))
             return stepped, payload
         if kind == "survivors":

@@ -83,13 +83,13 @@ class OpenRequest:
             self.assembly = Assembly(blob, into(self.buffer))
 
     def filled_from(self, sources: Sequence[RestingSource]) -> Filling | None:
-        """Prepare to take the blob from sources; None if it is here, or for this participant alone.
+        """Prepare to take the blob from sources; None if it is here, or no source can have it.
 
-        Records of an app are.
+        Records of an app are for this participant alone, and a roster is of this sum alone.
         """
         assert self.assembly is not None
         kind = self.request.WhichOneof("work")
-        if sources and kind != "app" and not self.assembly.complete:
+        if sources and kind not in ("app", "secure_step") and not self.assembly.complete:
             self.filling = Filling(self.assembly, sources)
         return self.filling
 

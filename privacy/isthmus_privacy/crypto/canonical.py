@@ -76,6 +76,11 @@ class Reader:
         self.position = end
         return self.data[start:end]
 
+    @property
+    def at_end(self) -> bool:
+        """Whether all bytes are read."""
+        return self.position == len(self.data)
+
     def count(self, maximum: int) -> int:
         """Read a length or number of items of at most `maximum`."""
         length: int = _U32.unpack(self.take(4))[0]
@@ -156,6 +161,14 @@ def optional(inner: Field[T]) -> Field[T | None]:
     return Field(
         lambda value: FLAG.write(False) if value is None else FLAG.write(True) + inner.write(value),
         lambda reader: inner.read(reader) if FLAG.read(reader) else None,
+    )
+
+
+def trailing(inner: Field[T]) -> Field[T | None]:
+    """The last field of a message of its own, which may be absent, and then takes no byte."""
+    return Field(
+        lambda value: b"" if value is None else inner.write(value),
+        lambda reader: None if reader.at_end else inner.read(reader),
     )
 
 

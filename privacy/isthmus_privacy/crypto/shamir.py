@@ -6,7 +6,7 @@ and many secrets are reconstructed in one batch.
 
 Shape legend: D = secrets in a batch, T = threshold, H = holders, L = 9 limbs.
 
->>> shares = split(bytes(range(32)), points=[1, 2, 5], threshold=2)
+>>> shares = split([bytes(range(32))], points=[1, 2, 5], threshold=2)
 >>> combine([[1, 5]], [[shares[0], shares[2]]])[0] == bytes(range(32))
 True
 """
@@ -14,6 +14,7 @@ True
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -30,17 +31,25 @@ _BATCH_ELEMENTS = 30_000
 from which PyTorch parallelises each of many tiny operations itself."""
 
 
-def split(secret: bytes | bytearray, points: Sequence[int], threshold: int) -> list[bytes]:
-    """Compute one share (36 bytes) for each point; any `threshold` of them give the secret.
+def split(
+    secrets: Sequence[bytes | bytearray], points: Sequence[int], threshold: int
+) -> list[bytes]:
+    """Compute one share (36 bytes) of each secret for each point.
+
+    Any `threshold` of its shares give a secret.
 
     Args:
-        secret: 32 bytes.
+        secrets: of 32 bytes; each has polynomials of its own.
         points: distinct evaluation points, 1 .. P - 1.
-        threshold: 1 .. len(points); fewer shares carry no information about the secret.
+        threshold: 1 .. len(points); fewer shares carry no information about a secret.
+
+    Returns:
+        For each point, the shares of all secrets, one after the other.
     """
-    coefficients = torch.empty(threshold, LIMBS, dtype=torch.int64)
-    coefficients[0] = _limbs(secret)
-    coefficients[1:] = _uniform((threshold - 1) * LIMBS).view(threshold - 1, LIMBS)
+    width = len(secrets) * LIMBS
+    coefficients = torch.empty(threshold, width, dtype=torch.int64)
+    coefficients[0] = torch.cat([_limbs(secret) for secret in secrets])
+    coefficients[1:] = _uniform((threshold - 1) * width).view(threshold - 1, width)
     values = _matmul(_powers(torch.tensor(points, dtype=torch.int64), threshold), coefficients)
     coefficients.zero_()
     return [_share_bytes(row) for row in values.tolist()]
@@ -88,7 +97,7 @@ def _secret(limbs: list[int]) -> bytes:
 
 
 def _share_bytes(values: list[int]) -> bytes:
-    return b"".join(value.to_bytes(4, "little") for value in values)
+    return struct.pack(f"<{len(values)}I", *values)
 
 
 def _uniform(count: int) -> torch.Tensor:

@@ -8,6 +8,11 @@ masked, payload = session.mask_input(inbox, encoded)        # Inbox -> MaskedInp
 signature       = session.sign_survivors(survivors)         # Survivors -> ConsistencySignature
 revealed        = session.reveal_unmasking_shares(quorum)   # ConsistencySignatures
                                                             #   -> UnmaskingShares
+
+A set-up for two sums spares the next one the first two steps. Its session begins with the vector:
+
+following       = ClientSession(next_config, ..., before=session)
+masked, payload = following.mask_next(encoded)              # -> MaskedInput + payload
 """
 
 from __future__ import annotations
@@ -25,19 +30,22 @@ from isthmus_privacy.crypto import keys, refusal, shamir
 from isthmus_privacy.crypto.canonical import NUMBER, PositionSet, tagged_hash
 from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
 from isthmus_privacy.secagg.cohort import Cohort, check_roster
-from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
+from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig, SetUpBefore
 from isthmus_privacy.secagg.encoding import Encoded
 from isthmus_privacy.secagg.history import History, StartModel
 from isthmus_privacy.secagg.identity import Directory, Enrolment
 from isthmus_privacy.secagg.messages import (
+    PART_BYTES,
     SHARE_BYTES,
     AdvertiseKeys,
     ConsistencySignature,
     ConsistencySignatures,
     Inbox,
     MaskedInput,
+    MaskedInputForTwo,
     Roster,
     ShareKeys,
+    ShareKeysForTwo,
     Stage,
     Survivors,
     UnmaskingShares,
@@ -45,6 +53,40 @@ from isthmus_privacy.secagg.messages import (
 
 MAX_SENDERS_PER_DEGREE = 3
 """A client with more than this multiple of k in-neighbours is under attack: each costs it work."""
+
+_PAIR_BYTES = 2 * SHARE_BYTES
+
+
+class NextSecrets:
+    """What a client keeps for the next sum of a set-up for two.
+
+    None of it follows from the secrets of the first sum, and none of those from it. So what is
+    revealed in one of the sums opens nothing of the other: a client that is lost in the next sum
+    has its self-mask seed of the first one revealed already.
+    """
+
+    def __init__(self) -> None:
+        """Draw the secrets."""
+        self.seed = bytearray(os.urandom(shamir.SECRET_BYTES))
+        """Of the self-mask."""
+        self.secret = os.urandom(shamir.SECRET_BYTES)
+        """The client's parts of masks follow from it, and it encrypts those that it receives."""
+        self.sent: dict[int, bytes] = {}
+        """Its parts, by the neighbour."""
+        self.received: dict[int, bytes] = {}
+        """The parts from clients that have drawn it as neighbour."""
+        self.share_pairs: dict[int, bytearray] = {}
+        """As in `ClientSession`."""
+
+    def close(self) -> None:
+        """Overwrite the secrets."""
+        self.seed[:] = bytes(len(self.seed))
+        self.secret = b""
+        self.sent.clear()
+        self.received.clear()
+        for pair in self.share_pairs.values():
+            pair[:] = bytes(len(pair))
+        self.share_pairs.clear()
 
 
 class ClientSession:
@@ -56,7 +98,9 @@ class ClientSession:
       * the server learns the sum over one set of at least `survivors_min` clients, or nothing;
       * for each other client, this client reveals a share of its self-mask seed or of its mask
         secret, never of both, and only after a quorum has signed the same survivor set;
-      * every step is taken at most once; a refusal ends the session and overwrites its secrets.
+      * every step is taken at most once; a refusal ends the session and overwrites its secrets;
+      * a next sum with the same set-up is over clients that are in the first one, has secrets of
+        its own, and begins only after a quorum has signed who is in the first one.
     """
 
     def __init__(
@@ -71,6 +115,7 @@ class ClientSession:
         purpose: bytes,
         start: StartModel | None = None,
         requirements: ClientRequirements | None = None,
+        before: ClientSession | None = None,
     ) -> None:
         """Accept a configuration.
 
@@ -84,11 +129,14 @@ class ClientSession:
             purpose: hash of what this client was asked to do, see `isthmus_privacy.purpose`.
             start: model and vector of this client; None for those that the configuration names.
             requirements: this device's minimum security; None for the defaults.
+            before: the session of the sum that was set up for this one too; None for a set-up of
+                its own.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
         """
         config.check()
+        self._check_set_up(config, before)
         self._requirements = requirements = requirements or ClientRequirements()
         requirements.check(config)
         if model_hash != config.model_hash:
@@ -114,9 +162,8 @@ class ClientSession:
         self._enrolment = enrolment
         self._directory = directory
         self._history = history
-        self._sealing_key: OneTimeKey | None = OneTimeKey()
-        self._mask_key: OneTimeKey | None = OneTimeKey()
-        self._self_mask_seed = bytearray(os.urandom(shamir.SECRET_BYTES))
+        self._sealing_key: OneTimeKey | None = None
+        self._mask_key: OneTimeKey | None = None
         self._entry: AdvertiseKeys
         """This client's entry in the roster."""
         self._cohort: Cohort
@@ -126,6 +173,62 @@ class ClientSession:
         self._survivors: Survivors
         self._share_pairs: dict[int, bytearray] = {}
         """Owner to the concatenated shares of its seed and of its mask key."""
+        self._sent_parts: dict[int, bytes] = {}
+        """This client's parts of masks, by the neighbour."""
+        self._received_parts: dict[int, bytes] = {}
+        """The parts from clients that have drawn this one as neighbour, in a next sum."""
+        self._next: NextSecrets | None = None
+        """What is kept for a next sum with the same set-up."""
+        self._revealed = False
+        """Whether this client has helped to unmask the sum."""
+        if before is not None:
+            self._take_set_up(before)
+            return
+        self._sealing_key = OneTimeKey()
+        self._mask_key = OneTimeKey()
+        self._self_mask_seed = bytearray(os.urandom(shamir.SECRET_BYTES))
+        if config.is_for_two:
+            self._next = NextSecrets()
+
+    @staticmethod
+    def _check_set_up(config: RoundConfig, before: ClientSession | None) -> None:
+        """Refuse a set-up that the configuration does not name, or that is used or not finished."""
+        if before is None:
+            fits = not isinstance(config.set_up, SetUpBefore)
+        else:
+            fits = config.follows(before.config)
+        if not fits:
+            refusal.refuse(
+                "config-set-up-differs",
+                "the keys of this sum would be those of another one in which this device was not, "
+                "which was set up for itself alone, or which allows another cohort",
+            )
+        if before is not None and not (before._revealed and before._next is not None):
+            refusal.refuse(
+                "set-up-not-usable",
+                "the sum that was set up for this one has not ended, or another one has used it",
+            )
+
+    def _take_set_up(self, before: ClientSession) -> None:
+        """Begin where the vector is masked, with what a first sum was set up with."""
+        secrets_ = before._next
+        assert secrets_ is not None
+        before._next = None
+        self._entry = before._entry
+        self._cohort = before._cohort.followed_by(self.config)
+        self._position = before._position
+        self._neighbours = before._neighbours
+        # Those that a quorum has signed: others have no vector in the first sum, and none in this.
+        self._share_owners = before._survivors.survivors
+        self._self_mask_seed = secrets_.seed
+        self._sent_parts = secrets_.sent
+        self._received_parts = secrets_.received
+        for owner, pair in secrets_.share_pairs.items():
+            if owner in self._share_owners:
+                self._share_pairs[owner] = pair
+            else:
+                pair[:] = bytes(len(pair))
+        self.stage = Stage.MASKED_INPUT
 
     @property
     def rounding(self) -> bytes:
@@ -169,7 +272,7 @@ class ClientSession:
             # Drawn after all keys are fixed, so that no key can be chosen to become a neighbour.
             drawn = secrets.SystemRandom().sample(others, cohort.graph.degree)
             self._neighbours = frozenset(drawn)
-            message = ShareKeys(
+            draft = ShareKeys(
                 self._entry.name,
                 cohort.hash,
                 cohort.members(self._neighbours),
@@ -177,7 +280,15 @@ class ClientSession:
                 tuple(self._seal_shares(sorted(drawn))),
                 bytes(keys.SIGNATURE_BYTES),
             )
-            return _signed(self._identity, message)
+            if (next_ := self._next) is not None:
+                draft = ShareKeysForTwo(
+                    **vars(draft),
+                    next_seed_commitment=cohort.next_seed_commitment(self._position, next_.seed),
+                    next_secret_commitment=cohort.next_secret_commitment(
+                        self._position, next_.secret
+                    ),
+                )
+            return _signed(self._identity, draft)
 
     def mask_input(self, inbox: Inbox, encoded: Encoded) -> tuple[MaskedInput, bytearray]:
         """Decrypt the shares that this client holds, then mask its vector in place.
@@ -195,34 +306,56 @@ class ClientSession:
         """
         with self._step(Stage.MASKED_INPUT):
             self._check_inbox(inbox)
-            if encoded.config_hash != self.config.hash or encoded.masked:
-                refusal.refuse(
-                    "encoded-for-another-attempt", "this vector was encoded for another attempt"
-                )
-            received_parts = self._decrypt_inbox(inbox)
-            owners = self._share_owners = inbox.share_owners
-            self._history.mask(self.config, self._start, self._hash_of(owners))
-            _, mask = self._keys()
-            holders = self._neighbours & owners.indices
-            seeds = self._cohort.mask_seeds(self._position, mask, owners, holders, received_parts)
-            partners = seeds.keys()
-            encoded.ring.mask(
-                plus=[self._self_mask_seed, *(seeds[v] for v in partners if v > self._position)],
-                minus=[seeds[v] for v in partners if v < self._position],
-            )
-            encoded.masked = True
-            payload = encoded.ring.payload()
-            # From here on these secrets are only needed through their shares.
-            self._wipe_own()
-            message = MaskedInput(
-                self._entry.name,
-                self._cohort.hash,
-                self._cohort.members(set(partners)),
-                len(payload),
-                hashlib.sha256(payload).digest(),
-                bytes(keys.SIGNATURE_BYTES),
-            )
-            return _signed(self._identity, message), payload
+            self._check_encoded(encoded)
+            self._received_parts = self._decrypt_inbox(inbox)
+            self._share_owners = inbox.share_owners
+            return self._mask(encoded)
+
+    def mask_next(self, encoded: Encoded) -> tuple[MaskedInput, bytearray]:
+        """Mask the vector of a next sum in place: the first step of its session.
+
+        Args:
+            encoded: result of `encode` with this session's configuration; masked in place.
+
+        Returns:
+            The message and its payload of `config.payload_bytes`.
+
+        Raises:
+            PeerMisbehaved: the sum is refused.
+            UpdateError: `encoded` belongs to another configuration, or is masked already.
+        """
+        with self._step(Stage.MASKED_INPUT):
+            self._check_encoded(encoded)
+            return self._mask(encoded)
+
+    def _mask(self, encoded: Encoded) -> tuple[MaskedInput, bytearray]:
+        """Mask a vector in place, with all partners among the share owners."""
+        owners = self._share_owners
+        cohort = self._cohort
+        self._history.mask(self.config, self._start, self._hash_of(owners))
+        seeds = cohort.mask_seeds(self._position, owners, self._sent_parts, self._received_parts)
+        partners = seeds.keys()
+        encoded.ring.mask(
+            plus=[self._self_mask_seed, *(seeds[v] for v in partners if v > self._position)],
+            minus=[seeds[v] for v in partners if v < self._position],
+        )
+        encoded.masked = True
+        payload = encoded.ring.payload()
+        draft = MaskedInput(
+            self._entry.name,
+            cohort.hash,
+            cohort.members(set(partners)),
+            len(payload),
+            hashlib.sha256(payload).digest(),
+            bytes(keys.SIGNATURE_BYTES),
+        )
+        if (next_ := self._next) is not None:
+            parts = cohort.seal_next_parts(self._position, next_.secret, next_.received)
+            draft = MaskedInputForTwo(**vars(draft), next_parts=parts)
+            next_.secret = b""
+        # From here on these secrets are only needed through their shares.
+        self._wipe_own()
+        return _signed(self._identity, draft), payload
 
     def sign_survivors(self, survivors: Survivors) -> ConsistencySignature:
         """Sign the survivor set; a session signs only one.
@@ -257,11 +390,19 @@ class ClientSession:
             )
             draft = UnmaskingShares(self._entry.name, shares, bytes(keys.SIGNATURE_BYTES))
             signature = self._identity.sign(draft.TAG, *draft.signed_fields(self._cohort.hash))
-            self.close()
+            self._finish()
+            self._revealed = True
             return dataclasses.replace(draft, signature=signature)
 
     def close(self) -> None:
         """End the session and overwrite its secrets; OpenSSL overwrites its own copies of keys."""
+        self._finish()
+        if self._next is not None:
+            self._next.close()
+            self._next = None
+
+    def _finish(self) -> None:
+        """End the session, and keep what a next sum needs."""
         self.stage = Stage.FINISHED
         self._wipe_own()
         for pair in self._share_pairs.values():
@@ -297,23 +438,43 @@ class ClientSession:
     def _wipe_own(self) -> None:
         self._self_mask_seed[:] = bytes(len(self._self_mask_seed))
         self._sealing_key = self._mask_key = None
+        self._sent_parts.clear()
+        self._received_parts.clear()
 
     def _seal_shares(self, holders: list[int]) -> Iterator[bytes]:
         sealing, mask = self._keys()
+        cohort = self._cohort
+        own = self._position
+        next_ = self._next
+        secrets_: list[bytes | bytearray] = [self._self_mask_seed, mask.secret_bytes()]
+        if next_ is not None:
+            secrets_ += [next_.seed, next_.secret]
         points = [holder + 1 for holder in holders]
-        threshold = self._cohort.graph.threshold
-        seed_shares = shamir.split(self._self_mask_seed, points, threshold)
-        key_shares = shamir.split(mask.secret_bytes(), points, threshold)
-        for holder, seed_share, key_share in zip(holders, seed_shares, key_shares, strict=True):
-            yield self._cohort.seal(
-                self._position,
+        split = shamir.split(secrets_, points, cohort.graph.threshold)
+        for holder, shares in zip(holders, split, strict=True):
+            commitment = b""
+            if next_ is not None:
+                part = next_.sent[holder] = cohort.next_part(next_.secret, own, holder)
+                commitment = cohort.next_part_commitment(own, holder, part)
+                shares += part
+            part = self._sent_parts[holder] = cohort.own_part(mask, own, holder)
+            yield cohort.seal(
+                own,
                 holder,
                 sealing=sealing,
                 mask=mask,
-                shares=seed_share + key_share,
+                part=part,
+                shares=shares,
+                commitment=commitment,
             )
 
     # -- checks ---------------------------------------------------------------------------------
+
+    def _check_encoded(self, encoded: Encoded) -> None:
+        if encoded.config_hash != self.config.hash or encoded.masked:
+            refusal.refuse(
+                "encoded-for-another-attempt", "this vector was encoded for another attempt"
+            )
 
     def _check_inbox(self, inbox: Inbox) -> None:
         graph = self._cohort.graph
@@ -351,14 +512,26 @@ class ClientSession:
         for owner, sealed in inbox.sealed:
             shares = self._cohort.unseal_shares(owner, own, sealing=sealing, sealed=sealed)
             part = self._cohort.unseal_part(owner, own, mask=mask, sealed=sealed)
-            if shares is None or part is None:
+            if shares is None or part is None or not self._keeps_next(owner, shares, sealed):
                 refusal.refuse(
                     "inbox-share-tampered",
                     f"the shares from {self._cohort.name(owner)!r} are not what it sealed",
                 )
-            self._share_pairs[owner] = bytearray(shares)
+            self._share_pairs[owner] = bytearray(shares[:_PAIR_BYTES])
             parts[owner] = part
         return parts
+
+    def _keeps_next(self, owner: int, shares: bytes, sealed: bytes) -> bool:
+        """Keep what an owner sent for the next sum; False if it is not what it has committed to."""
+        if (next_ := self._next) is None:
+            return True
+        part = shares[-PART_BYTES:]
+        commitment = self._cohort.next_part_commitment(owner, self._position, part)
+        if commitment != self._cohort.commitment_in(sealed):
+            return False
+        next_.received[owner] = part
+        next_.share_pairs[owner] = bytearray(shares[_PAIR_BYTES:-PART_BYTES])
+        return True
 
     def _check_survivors(self, message: Survivors) -> None:
         graph = self._cohort.graph
@@ -411,7 +584,7 @@ class ClientSession:
         return self._cohort.set_hash(members, *context)
 
 
-_Draft = TypeVar("_Draft", ShareKeys, MaskedInput)
+_Draft = TypeVar("_Draft", bound=ShareKeys | MaskedInput)
 
 
 def _signed(identity: SigningKey, draft: _Draft) -> _Draft:

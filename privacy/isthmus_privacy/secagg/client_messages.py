@@ -16,9 +16,11 @@ from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.identity import Directory
 from isthmus_privacy.secagg.lottery import is_selected
 from isthmus_privacy.secagg.messages import (
+    PART_BYTES,
     AdvertiseKeys,
     ConsistencySignature,
     MaskedInput,
+    MaskedInputForTwo,
     ShareKeys,
     Survivors,
     UnmaskingShares,
@@ -126,6 +128,7 @@ def check_masked_input(
     share_owners: Collection[int],
     partners: Mapping[int, Set[int]],
     received: Collection[int],
+    senders: Mapping[int, Set[int]],
 ) -> None:
     """Check a client's masked vector.
 
@@ -136,6 +139,7 @@ def check_masked_input(
         share_owners: positions of the clients whose shares were accepted.
         partners: position to the positions of its mask partners.
         received: positions of the clients whose vectors are in the sum.
+        senders: position to the positions of those that have drawn it as neighbour.
 
     Raises:
         PeerMisbehaved: the vector is not one that can be added to the sum.
@@ -157,6 +161,15 @@ def check_masked_input(
             f"{name!r} masked with other partners than it should have",
             peer=name,
         )
+    if isinstance(message, MaskedInputForTwo):
+        expected_bytes = keys.SEALING_BYTES + PART_BYTES * len(senders[position])
+        if len(message.next_parts) != expected_bytes:
+            refusal.refuse(
+                "masked-wrong-parts",
+                f"{name!r} left {len(message.next_parts)} bytes for the second sum; "
+                f"{expected_bytes} are expected",
+                peer=name,
+            )
     expected_bytes = cohort.config.payload_bytes
     sent = message.length if payload is None else len(payload)
     if not message.length == sent == expected_bytes:

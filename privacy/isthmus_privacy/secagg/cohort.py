@@ -13,6 +13,14 @@ breaks remains (X25519 alone would need no parts, but ML-KEM has no key agreemen
 | 60 | the part of the mask, encrypted |
 | 1088 | ML-KEM ciphertext for the neighbour's sealing key |
 | 100 | the shares, encrypted; authenticated together with all of the above |
+
+**A set-up for two sums** has no further keys. With its shares a client sends the neighbour its part
+of their mask in the next sum, and the shares of two secrets of that sum: 104 bytes more in the last
+row, and after the second row a commitment of 32 bytes to that part. A client that is in the first
+sum leaves the parts that it has received at the server, encrypted with its secret of the next sum.
+Of that secret its own parts follow, too. So if it is lost in the next sum, its neighbours reveal
+that secret, and the server has its masks in that sum. Those of the first sum follow from its mask
+secret alone, which is then not revealed by anybody.
 """
 
 from __future__ import annotations
@@ -29,21 +37,43 @@ from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 from isthmus_privacy.secagg.graph import GraphParameters
 from isthmus_privacy.secagg.identity import Directory
 from isthmus_privacy.secagg.lottery import is_selected
-from isthmus_privacy.secagg.messages import PART_BYTES, SEALED_BYTES, AdvertiseKeys, Roster
+from isthmus_privacy.secagg.messages import (
+    COMMITMENT_BYTES,
+    PART_BYTES,
+    SEALED_BYTES,
+    SEALED_FOR_TWO_BYTES,
+    AdvertiseKeys,
+    Roster,
+)
 
-_SHARES_AT = CIPHERTEXT_BYTES + PART_BYTES + SEALING_BYTES
+_PART_ENDS = CIPHERTEXT_BYTES + PART_BYTES + SEALING_BYTES
 
 
 class Cohort:
     """The clients of a fixed roster."""
 
-    def __init__(self, config: RoundConfig, roster: Roster) -> None:
+    def __init__(self, config: RoundConfig, roster: Roster, before: Cohort | None = None) -> None:
+        """Fix the roster.
+
+        Args:
+            config: of the sum.
+            roster: of its clients.
+            before: the cohort of the sum that was set up for this one too; None for a set-up of its
+                own.
+        """
         self.config = config
         self.roster = roster
-        self.hash = roster.hash(config.hash)
-        """Salt of every key derived in this attempt."""
+        self.before = before
+        self.hash: bytes = (
+            roster.hash(config.hash) if before is None else next_hash(config.hash, before.hash)
+        )
+        """Salt of every key derived in this sum."""
         self.size = len(roster.entries)
         """n."""
+
+    def followed_by(self, config: RoundConfig) -> Cohort:
+        """The cohort of the next sum, whose set-up is that of this one."""
+        return Cohort(config, self.roster, self)
 
     @functools.cached_property
     def graph(self) -> GraphParameters:
@@ -83,6 +113,44 @@ class Cohort:
         """Hash by which the server verifies a reconstructed self-mask seed."""
         return tagged_hash("seed-commitment", self.hash, NUMBER.write(owner), bytes(seed))
 
+    # -- secrets of the next sum -------------------------------------------------------------------
+
+    def next_seed_commitment(self, owner: int, seed: bytes | bytearray) -> bytes:
+        """As `seed_commitment`, of the self-mask seed of the next sum."""
+        return tagged_hash("next-seed-commitment", self.hash, NUMBER.write(owner), bytes(seed))
+
+    def next_secret_commitment(self, owner: int, secret: bytes) -> bytes:
+        """Hash by which the server verifies a reconstructed secret of the next sum."""
+        return tagged_hash("next-secret-commitment", self.hash, NUMBER.write(owner), secret)
+
+    def next_part(self, secret: bytes, owner: int, holder: int) -> bytes:
+        """The part of `owner` in the key of its mask with `holder` in the next sum."""
+        pair = (NUMBER.write(owner), NUMBER.write(holder))
+        return keys.derive(secret, self.hash, "next-mask-part", *pair)
+
+    def next_part_commitment(self, owner: int, holder: int, part: bytes) -> bytes:
+        """Hash by which all see that a part is the one that `owner` has sent to `holder`."""
+        pair = (NUMBER.write(owner), NUMBER.write(holder))
+        return tagged_hash("next-part-commitment", self.hash, *pair, part)
+
+    def seal_next_parts(self, owner: int, secret: bytes, parts: Mapping[int, bytes]) -> bytes:
+        """Encrypt the parts that `owner` has received, with its secret of the next sum."""
+        key = keys.derive(secret, self.hash, "next-parts-key", NUMBER.write(owner))
+        joined = b"".join(parts[sender] for sender in sorted(parts))
+        return keys.seal(key, joined, tagged("next-parts", NUMBER.write(owner)))
+
+    def unseal_next_parts(
+        self, owner: int, secret: bytes, senders: Set[int], sealed: bytes
+    ) -> dict[int, bytes] | None:
+        """The parts that `owner` has received, by their sender; None if they are no such parts."""
+        key = keys.derive(secret, self.hash, "next-parts-key", NUMBER.write(owner))
+        joined = keys.unseal(key, sealed, tagged("next-parts", NUMBER.write(owner)))
+        if joined is None or len(joined) != PART_BYTES * len(senders):
+            return None
+        starts = range(0, len(joined), PART_BYTES)
+        parts = (joined[start : start + PART_BYTES] for start in starts)
+        return dict(zip(sorted(senders), parts, strict=True))
+
     # -- from neighbour to neighbour ---------------------------------------------------------------
 
     def own_part(self, mask: OneTimeKey, owner: int, holder: int) -> bytes:
@@ -96,12 +164,23 @@ class Cohort:
         *,
         sealing: OneTimeKey,
         mask: OneTimeKey,
+        part: bytes,
         shares: bytes,
+        commitment: bytes = b"",
     ) -> bytes:
-        """Encrypt the shares and the mask part of `owner`, whose keys are given, for `holder`.
+        """Encrypt what a client sends to one neighbour.
+
+        Args:
+            owner: position of the client.
+            holder: position of the neighbour.
+            sealing: the client's sealing key.
+            mask: its mask key.
+            part: its part of their mask.
+            shares: for the neighbour, with the part of the mask in the next sum if there is one.
+            commitment: to that part.
 
         Returns:
-            `SEALED_BYTES` bytes.
+            `SEALED_BYTES` bytes, or `SEALED_FOR_TWO_BYTES`.
 
         Raises:
             PeerMisbehaved: a key of the holder is unusable.
@@ -109,13 +188,20 @@ class Cohort:
         to = self.entry(holder)
         pair = (NUMBER.write(owner), NUMBER.write(holder))
         key, ciphertext = mask.encapsulate(to.mask_key, self.hash, "mask-part-key", *pair)
-        part = self.own_part(mask, owner, holder)
-        sealed_part = ciphertext + keys.seal(key, part, tagged("mask-part", *pair))
+        sealed_part = ciphertext + keys.seal(key, part, tagged("mask-part", *pair)) + commitment
         key, ciphertext = sealing.encapsulate(to.sealing_key, self.hash, "share-key", *pair)
         sealed = sealed_part + ciphertext
         sealed += keys.seal(key, shares, self._context(owner, holder, sealed_part))
-        assert len(sealed) == SEALED_BYTES
+        assert len(sealed) == (SEALED_FOR_TWO_BYTES if commitment else SEALED_BYTES)
         return sealed
+
+    def commitment_in(self, sealed: bytes) -> bytes:
+        """The commitment to a part of the next sum in what a client sent to a neighbour."""
+        return sealed[_PART_ENDS : self._shares_at]
+
+    @functools.cached_property
+    def _shares_at(self) -> int:
+        return _PART_ENDS + COMMITMENT_BYTES * self.config.is_for_two
 
     def unseal_shares(
         self, owner: int, holder: int, *, sealing: OneTimeKey, sealed: bytes
@@ -125,8 +211,8 @@ class Cohort:
         Returns:
             The shares; None if anything is not as `owner` sealed it.
         """
-        sealed_part = sealed[:_SHARES_AT]
-        shares = sealed[_SHARES_AT:]
+        sealed_part = sealed[: self._shares_at]
+        shares = sealed[self._shares_at :]
         ciphertext = shares[:CIPHERTEXT_BYTES]
         pair = (NUMBER.write(owner), NUMBER.write(holder))
         key = sealing.decapsulate(
@@ -144,7 +230,7 @@ class Cohort:
             The part; None if it is not as `owner` sealed it.
         """
         ciphertext = sealed[:CIPHERTEXT_BYTES]
-        part = sealed[CIPHERTEXT_BYTES:_SHARES_AT]
+        part = sealed[CIPHERTEXT_BYTES:_PART_ENDS]
         pair = (NUMBER.write(owner), NUMBER.write(holder))
         key = mask.decapsulate(
             self.entry(owner).mask_key, ciphertext, self.hash, "mask-part-key", *pair
@@ -154,25 +240,23 @@ class Cohort:
     def mask_seeds(
         self,
         own: int,
-        mask: OneTimeKey,
         share_owners: PositionSet,
-        holders: Set[int],
+        sent: Mapping[int, bytes],
         received: Mapping[int, bytes],
     ) -> dict[int, bytes]:
-        """Keys of the masks of one client with all its partners.
+        """Keys of the masks of one client with all its partners, who have shared their secrets.
 
         Args:
             own: its position.
-            mask: its mask key.
             share_owners: the clients that have shared their secrets.
-            holders: its neighbours.
+            sent: its parts, by the neighbour.
             received: the parts from clients that have drawn it as neighbour.
         """
         seeds = {}
-        for partner in holders | received.keys():
+        for partner in (sent.keys() | received.keys()) & share_owners.indices:
             parts = {partner: received[partner]} if partner in received else {}
-            if partner in holders:
-                parts[own] = self.own_part(mask, own, partner)
+            if partner in sent:
+                parts[own] = sent[partner]
             seeds[partner] = self.mask_seed(own, partner, share_owners, parts)
         return seeds
 
@@ -209,6 +293,18 @@ class Cohort:
             NUMBER.write(self.graph.threshold),
             hashlib.sha256(sealed_part).digest(),
         )
+
+
+def next_hash(config_hash: bytes, before: bytes) -> bytes:
+    """Salt of the keys of a sum whose set-up is that of the one before, of which `before` is it."""
+    return tagged_hash("next-roster-hash", config_hash, before)
+
+
+def roster_hash(config: RoundConfig, roster: Roster) -> bytes:
+    """Salt of the keys of a sum, of which what its clients sign is."""
+    hash_ = roster.hash(config.advertised_hash)
+    is_next = config.advertised_hash != config.hash
+    return next_hash(config.hash, hash_) if is_next else hash_
 
 
 def check_roster(
@@ -284,5 +380,5 @@ def keys_are_signed(config: RoundConfig, message: AdvertiseKeys) -> bool:
         message.enrolment.identity_key,
         message.signature,
         message.TAG,
-        *message.signed_fields(config.hash),
+        *message.signed_fields(config.advertised_hash),
     )

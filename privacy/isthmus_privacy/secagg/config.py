@@ -36,6 +36,7 @@ from isthmus_privacy.crypto.canonical import (
     optional,
     tagged_hash,
     text,
+    trailing,
 )
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.random_groups import RandomGroup
@@ -102,6 +103,25 @@ def smallest_ring(clients: int, levels: int) -> int:
     raise ValueError(f"{clients} clients x {levels} levels do not fit {RING_BITS[-1]} bits")
 
 
+@dataclasses.dataclass(frozen=True)
+class SetUpForTwo(Message):
+    """Keys and shares of a sum are also for a next one, of the clients that are in this one."""
+
+    TAG = "set-up-for-two"
+    FIELDS = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class SetUpBefore(Message):
+    """Keys and shares of a sum are those of a sum before it, which was set up for two."""
+
+    TAG = "set-up-before"
+    FIELDS = {"config": exactly(32)}
+
+    config: bytes
+    """Hash of the configuration of the sum before."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundConfig(Message):
     """Parameters of one attempt at one round that all parties agree on."""
@@ -129,6 +149,7 @@ class RoundConfig(Message):
         "selected_ppm": NUMBER,
         "noise": optional(nested(DistributedNoise)),
         "codec": optional(one_of(ProvidedSumCodec, UpdateCodec)),
+        "set_up": trailing(one_of(SetUpForTwo, SetUpBefore)),
     }
 
     run_id: str
@@ -174,6 +195,9 @@ class RoundConfig(Message):
     codec: UpdateCodec | ProvidedSumCodec | None = None
     """How clients compress their update, which they have multiplied by their weight / `weight_max`
     before; then `clip` bounds what they send, and `bits` and `levels` go with the codec."""
+    set_up: SetUpForTwo | SetUpBefore | None = None
+    """Whether this sum shares its keys and shares with the one after it, or before it; None for a
+    sum with a set-up of its own."""
 
     def __post_init__(self) -> None:
         """Compute `levels` if it is 0."""
@@ -207,6 +231,7 @@ class RoundConfig(Message):
             complete_up_to=0,
             draw=0,
             selected_ppm=0,
+            set_up=None,
         )
         return tagged_hash("encoding-hash", encoding.to_bytes())
 
@@ -221,6 +246,25 @@ class RoundConfig(Message):
             purpose=self.purpose,
             draw=self.draw,
             selected_ppm=self.selected_ppm,
+            set_up=self.set_up,
+        )
+
+    @property
+    def is_for_two(self) -> bool:
+        """Whether the set-up of this sum is also that of the next one."""
+        return isinstance(self.set_up, SetUpForTwo)
+
+    @property
+    def advertised_hash(self) -> bytes:
+        """Hash of the configuration for which the clients of this sum have advertised keys."""
+        return self.set_up.config if isinstance(self.set_up, SetUpBefore) else self.hash
+
+    def follows(self, first: RoundConfig) -> bool:
+        """Whether this sum may use the set-up of a first one: the cohorts are bounded alike."""
+        return (
+            first.is_for_two
+            and self.set_up == SetUpBefore(first.hash)
+            and _cohort_of(self) == _cohort_of(first)
         )
 
     @property
@@ -404,6 +448,21 @@ class RoundConfig(Message):
             if not is_valid:
                 return f"{name}={getattr(self, name)!r}"
         return None
+
+
+def _cohort_of(config: RoundConfig) -> tuple[int, ...]:
+    """What decides who may be in a sum, and which graph protects it."""
+    return (
+        config.round,
+        config.attempt,
+        config.clients_max,
+        config.clients_min,
+        config.corrupt_permille,
+        config.dropout_permille,
+        config.complete_up_to,
+        config.draw,
+        config.selected_ppm,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

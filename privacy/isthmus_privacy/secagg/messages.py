@@ -15,6 +15,10 @@
 
 A position is an index into the roster. n = clients, k = neighbours, q = quorum, N = elements of a
 vector.
+
+Where the set-up is for two sums, `ShareKeysForTwo`, `InboxForTwo` and `MaskedInputForTwo` take the
+place of three of them, with 136 bytes more for each neighbour in the first two and 32 in the last.
+The next sum has the messages from `MaskedInput` on.
 """
 
 from __future__ import annotations
@@ -22,13 +26,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from collections.abc import Mapping
 from typing import Self
 
 from isthmus_privacy.crypto.canonical import (
+    MAX_CLIENTS,
     NUMBER,
     POSITION_SET,
     Message,
     PositionSet,
+    blob,
     exactly,
     items,
     nested,
@@ -52,6 +59,14 @@ PART_BYTES = 32
 
 SEALED_BYTES = 2 * (CIPHERTEXT_BYTES + SEALING_BYTES) + PART_BYTES + 2 * SHARE_BYTES
 """A part of a mask, a share of the self-mask seed and one of the mask secret, for one neighbour."""
+
+
+MAX_NEXT_PARTS_BYTES = SEALING_BYTES + PART_BYTES * MAX_CLIENTS
+
+COMMITMENT_BYTES = 32
+
+SEALED_FOR_TWO_BYTES = SEALED_BYTES + COMMITMENT_BYTES + PART_BYTES + 2 * SHARE_BYTES
+"""The same for each of two sums, with a commitment to the part of the mask in the next one."""
 
 
 class Stage(enum.IntEnum):
@@ -195,6 +210,33 @@ class ShareKeys(Message):
 
 
 @dataclasses.dataclass(frozen=True)
+class ShareKeysForTwo(ShareKeys):
+    """Shares of the secrets of two sums."""
+
+    TAG = "share-keys-for-two"
+    FIELDS = {
+        "name": NAME,
+        "roster_hash": _HASH,
+        "neighbours": POSITION_SET,
+        "seed_commitment": _HASH,
+        "next_seed_commitment": _HASH,
+        "next_secret_commitment": _HASH,
+        "sealed": items(exactly(SEALED_FOR_TWO_BYTES)),
+        "signature": _SIGNATURE,
+    }
+
+    next_seed_commitment: bytes
+    """As `seed_commitment`, for the self-mask seed of the next sum."""
+    next_secret_commitment: bytes
+    """Hash of the secret that gives the masks of the next sum, should the client be lost then."""
+
+    def signed_fields(self) -> tuple[bytes, ...]:
+        """Fields that the client signs."""
+        next_ = (self.next_seed_commitment, self.next_secret_commitment)
+        return (*super().signed_fields(), *next_)
+
+
+@dataclasses.dataclass(frozen=True)
 class Inbox(Message):
     """For one client: who has shared its secrets, and the shares that this client holds."""
 
@@ -210,6 +252,14 @@ class Inbox(Message):
     """U2: all clients whose shares the server has received."""
     sealed: tuple[tuple[int, bytes], ...]
     """Owner's position and what it sealed for this client, by position."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InboxForTwo(Inbox):
+    """The same with shares of the secrets of two sums."""
+
+    TAG = "inbox-for-two"
+    FIELDS = {**Inbox.FIELDS, "sealed": items(row(NUMBER, exactly(SEALED_FOR_TWO_BYTES)))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +293,22 @@ class MaskedInput(Message):
             NUMBER.write(self.length),
             self.sha256,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedInputForTwo(MaskedInput):
+    """The same with what the server needs if the client is lost in the next sum."""
+
+    TAG = "masked-input-for-two"
+    FIELDS = {**MaskedInput.FIELDS, "next_parts": blob(MAX_NEXT_PARTS_BYTES)}
+
+    next_parts: bytes
+    """The parts of masks of the next sum that the client has received, encrypted with its secret of
+    that sum."""
+
+    def signed_fields(self) -> tuple[bytes, ...]:
+        """Fields that the client signs."""
+        return (*super().signed_fields(), self.next_parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,3 +374,9 @@ class UnmaskingShares(Message):
     def signed_fields(self, roster_hash: bytes) -> tuple[bytes, ...]:
         """Fields that the client signs."""
         return (roster_hash, b"".join(NUMBER.write(owner) + share for owner, share in self.shares))
+
+
+SHARE_KEYS: Mapping[bool, type[ShareKeys]] = {False: ShareKeys, True: ShareKeysForTwo}
+INBOX: Mapping[bool, type[Inbox]] = {False: Inbox, True: InboxForTwo}
+MASKED_INPUT: Mapping[bool, type[MaskedInput]] = {False: MaskedInput, True: MaskedInputForTwo}
+"""The classes of three messages by `RoundConfig.is_for_two`."""

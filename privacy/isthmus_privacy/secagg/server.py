@@ -13,6 +13,12 @@
     session.receive_unmasking_shares(...)      # UnmaskingShares
     total = session.unmask()
 
+After a set-up for two sums, the next one begins with the vectors:
+
+    following = session.followed_by(next_config)
+    following.receive_masked_input(..., payload)
+    ...
+
 `missing` names the clients whose message of the stage is outstanding, and `can_finish` says whether
 the stage can be finished without them. A client whose message is refused counts as missing.
 """
@@ -39,18 +45,20 @@ from isthmus_privacy.secagg.cohort import Cohort
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.identity import Directory
 from isthmus_privacy.secagg.messages import (
+    INBOX,
     AdvertiseKeys,
     ConsistencySignature,
     ConsistencySignatures,
     Inbox,
     MaskedInput,
+    MaskedInputForTwo,
     Roster,
     ShareKeys,
     Stage,
     Survivors,
     UnmaskingShares,
 )
-from isthmus_privacy.secagg.unmasking import UnmaskingInput
+from isthmus_privacy.secagg.unmasking import NextUnmaskingInput, UnmaskingInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +118,10 @@ class ServerSession:
         self._share_owners: PositionSet
         self._partners: dict[int, frozenset[int]] = {}
         self._owners_by_holder: dict[int, frozenset[int]] = {}
+        self._senders: dict[int, frozenset[int]] = {}
+        """`_owners_by_holder` of the sum before: whose parts clients have left for this one."""
+        self._next_parts: dict[int, bytes] = {}
+        """What clients have left for the next sum of a set-up for two, by position."""
         self._masked: set[int] = set()
         self._elsewhere: set[int] = set()
         """Clients whose vectors are in a sum of another process, which is not here yet."""
@@ -117,6 +129,34 @@ class ServerSession:
         self._survivors: Survivors
         self._signatures: dict[int, bytes] = {}
         self._revealed: dict[int, dict[int, bytes]] = {}
+        self._has_sum = False
+
+    def followed_by(self, config: RoundConfig) -> ServerSession:
+        """The session of the next sum of a set-up for two, over clients that are in this one.
+
+        Raises:
+            PeerMisbehaved: the configuration is not safe.
+            ValueError: this sum was not unmasked, or its set-up is not for that configuration.
+        """
+        if not (self._has_sum and config.follows(self.config)):
+            raise ValueError("this sum is not one that the next one can follow")
+        session = ServerSession(config, self._directory, group=self._group)
+        owners = self._masked
+        session._cohort = self._cohort.followed_by(config)
+        session._shares = {owner: self._shares[owner] for owner in owners}
+        session._share_owners = session._cohort.members(owners)
+        session._next_parts = self._next_parts
+        for owner in owners:
+            session._partners[owner] = self._partners[owner] & owners
+            session._owners_by_holder[owner] = self._owners_by_holder[owner] & owners
+        session._senders = self._owners_by_holder
+        session.stage = Stage.MASKED_INPUT
+        return session
+
+    @property
+    def roster(self) -> Roster:
+        """The keys of all clients, once they are fixed."""
+        return self._cohort.roster
 
     # -- progress -------------------------------------------------------------------------------
 
@@ -254,7 +294,8 @@ class ServerSession:
             (owner, self._shares[owner].sealed_for(holder))
             for owner in sorted(self._owners_by_holder[holder])
         )
-        return Inbox(self._cohort.hash, self._share_owners, sealed)
+        kind = INBOX[self.config.is_for_two]
+        return kind(self._cohort.hash, self._share_owners, sealed)
 
     # -- masked input ---------------------------------------------------------------------------
 
@@ -268,7 +309,7 @@ class ServerSession:
         """
         self._check_masked_input(message, payload)
         self._total.add(payload)
-        self._masked.add(self._position(message.name))
+        self._note_masked(message)
 
     def note_masked_input(self, message: MaskedInput) -> None:
         """Check a client's message whose vector is added by another process.
@@ -281,8 +322,14 @@ class ServerSession:
             PeerMisbehaved: it is refused; nothing is changed.
         """
         self._check_masked_input(message, None)
-        self._masked.add(self._position(message.name))
+        self._note_masked(message)
         self._elsewhere.add(self._position(message.name))
+
+    def _note_masked(self, message: MaskedInput) -> None:
+        position = self._position(message.name)
+        self._masked.add(position)
+        if isinstance(message, MaskedInputForTwo):
+            self._next_parts[position] = message.next_parts
 
     def receive_masked_sum(self, names: Collection[str], payload: memoryview) -> None:
         """Add the sum of the vectors of some clients that were noted before.
@@ -313,6 +360,7 @@ class ServerSession:
             share_owners=self._shares,
             partners=self._partners,
             received=self._masked,
+            senders=self._owners_by_holder,
         )
 
     def finish_masked_input(self) -> Survivors:
@@ -414,15 +462,19 @@ class ServerSession:
                 commitment.
         """
         self._check_stage(Stage.UNMASKING, None)
-        unmasking = UnmaskingInput(
-            self._cohort, self._shares, self._partners, self._masked, self._revealed
-        )
-        plus, minus = unmasking.masks()
+        plus, minus = self._unmasking().masks()
         self._total.mask(plus, minus, threads=threads)
         names = tuple(self._cohort.name(i) for i in sorted(self._masked))
         total = RingSum(self._total, names)
         self.close()
+        self._has_sum = True
         return total
+
+    def _unmasking(self) -> UnmaskingInput:
+        known = (self._cohort, self._shares, self._partners, self._masked, self._revealed)
+        if self._cohort.before is None:
+            return UnmaskingInput(*known)
+        return NextUnmaskingInput(*known, self._next_parts, self._senders)
 
     def close(self) -> None:
         """End the session; it accepts no more messages."""

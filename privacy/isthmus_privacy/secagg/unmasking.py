@@ -10,7 +10,7 @@ from isthmus_privacy.crypto import refusal, shamir
 from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.secagg.cohort import Cohort
-from isthmus_privacy.secagg.messages import ShareKeys
+from isthmus_privacy.secagg.messages import ShareKeys, ShareKeysForTwo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,17 @@ class UnmaskingInput:
                 self._check_seed(owner, secret)
                 minus.append(secret)
                 continue
-            key = self._checked_key(owner, secret)
-            for survivor in self.partners[owner] & self.survivors:
+            for survivor, seed in self._mask_seeds(owner, secret).items():
                 # The lower position added this mask; the survivor's own sign is reversed here.
                 keys = minus if survivor < owner else plus
-                keys.append(self._mask_seed(key, owner, survivor))
+                keys.append(seed)
         return plus, minus
+
+    def _mask_seeds(self, lost: int, secret: bytes) -> dict[int, bytes]:
+        """Keys of the masks of a lost client, whose secret is known now, by the survivor."""
+        key = self._checked_key(lost, secret)
+        survivors = self.partners[lost] & self.survivors
+        return {survivor: self._mask_seed(key, lost, survivor) for survivor in survivors}
 
     def _mask_seed(self, key: OneTimeKey, lost: int, survivor: int) -> bytes:
         """Key of the mask between a lost client, whose mask key is known now, and a survivor."""
@@ -104,3 +109,65 @@ class UnmaskingInput:
                 "together: it or one of its neighbours sent a false share",
             )
         return key
+
+
+@dataclasses.dataclass(frozen=True)
+class NextUnmaskingInput(UnmaskingInput):
+    """The same for the next sum of a set-up for two; share owners are who is in the first one."""
+
+    next_parts: Mapping[int, bytes]
+    """Share owner to the parts of masks that it has received, encrypted with its secret."""
+    senders: Mapping[int, Set[int]]
+    """Share owner to the share owners whose parts these are, and others that were lost since."""
+
+    def _check_seed(self, owner: int, seed: bytes) -> None:
+        expected = self._first.next_seed_commitment(owner, seed)
+        if expected != self._shared_for_two(owner).next_seed_commitment:
+            refusal.refuse(
+                "next-seed-mismatch",
+                f"the shares of the seed of {self.cohort.name(owner)!r} for the second sum do not "
+                "fit together: it or one of its neighbours sent a false share",
+            )
+
+    def _mask_seeds(self, lost: int, secret: bytes) -> dict[int, bytes]:
+        first = self._first
+        name = self.cohort.name(lost)
+        expected = first.next_secret_commitment(lost, secret)
+        if expected != self._shared_for_two(lost).next_secret_commitment:
+            refusal.refuse(
+                "next-secret-mismatch",
+                f"the shares of the secret of {name!r} for the second sum do not fit together: it "
+                "or one of its neighbours sent a false share",
+            )
+        received = first.unseal_next_parts(lost, secret, self.senders[lost], self.next_parts[lost])
+        if received is None:
+            refusal.refuse("next-parts-mismatch", f"{name!r} has left no valid parts of its masks")
+        seeds = {}
+        for survivor in self.partners[lost] & self.survivors:
+            parts = {}
+            if survivor in self.shared[lost].neighbours:
+                parts[lost] = first.next_part(secret, lost, survivor)
+            if survivor in received:
+                parts[survivor] = received[survivor]
+            for sender, part in parts.items():
+                holder = survivor if sender == lost else lost
+                sealed = self.shared[sender].sealed_for(holder)
+                commitment = first.next_part_commitment(sender, holder, part)
+                if commitment != first.commitment_in(sealed):
+                    refusal.refuse(
+                        "next-part-mismatch",
+                        f"{name!r} has left a false part of its mask with "
+                        f"{self.cohort.name(survivor)!r}",
+                    )
+            seeds[survivor] = self.cohort.mask_seed(lost, survivor, self._share_owners, parts)
+        return seeds
+
+    @property
+    def _first(self) -> Cohort:
+        assert self.cohort.before is not None
+        return self.cohort.before
+
+    def _shared_for_two(self, owner: int) -> ShareKeysForTwo:
+        shared = self.shared[owner]
+        assert isinstance(shared, ShareKeysForTwo)
+        return shared

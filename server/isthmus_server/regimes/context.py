@@ -94,7 +94,14 @@ class FederatedContext:
             frozen=fingerprint_of(opening.frozen),
         )
 
-    def keep_signed(self, config: RoundConfig, roster: Roster, *messages: bytes) -> None:
+    def keep_signed(
+        self,
+        config: RoundConfig,
+        roster: Roster,
+        survivors: bytes,
+        signatures: bytes,
+        set_up: bytes = b"",
+    ) -> None:
         """Keep what the devices of a sum of updates have signed.
 
         The sums of evaluations, comparisons and ranges have names of their own, and are not kept.
@@ -102,7 +109,10 @@ class FederatedContext:
         Args:
             config: of the sum.
             roster: of its devices.
-            messages: their survivors, and the signatures of these.
+            survivors: these of them.
+            signatures: of the survivors.
+            set_up: the configuration that the devices have signed with their keys, if it is that of
+                the sum before.
 
         Raises:
             OSError: it cannot be stored.
@@ -110,7 +120,9 @@ class FederatedContext:
         if config.run_id != self.run_id:
             return
         authority = self.link.enrolments.authority
-        signed = SignedSum(authority, config.to_bytes(), roster.to_bytes(), *messages)
+        signed = SignedSum(
+            authority, config.to_bytes(), roster.to_bytes(), survivors, signatures, set_up=set_up
+        )
         self.signed_sums.add(signed, config.purpose, self._opening.job)
 
     def weighted_sum(self, declared_weight: int, size: int) -> WeightedSum:

@@ -47,10 +47,15 @@ class SignedSum:
     signatures: bytes
     purpose: bytes = b""
     """What the sum is for; empty if this process does not know it."""
+    set_up: bytes = b""
+    """The configuration of the sum of the same devices before, for which they have signed the keys
+    in the roster; empty if they have signed them for this sum."""
 
     def to_json(self) -> dict[str, str]:
         """One key for each message, in base64; the authority in hexadecimal."""
         values = {name: base64.b64encode(data).decode() for name, data in vars(self).items()}
+        if not self.set_up:
+            del values["set_up"]
         return values | {"authority": self.authority.hex()}
 
 
@@ -126,8 +131,9 @@ def read_signed_sums(directory: Path) -> Iterator[dict[str, str]]:
                 return
             try:
                 table = json.loads(line)
-                fits = table.keys() in (expected, {"job"})
+                fits = table.keys() in (expected, expected - {"set_up"}, {"job"})
                 fits = fits and all(isinstance(value, str) for value in table.values())
+                fits = fits and table.get("set_up") != ""  # it is left out then
             except (ValueError, AttributeError, RecursionError):
                 fits = False
             if not fits:

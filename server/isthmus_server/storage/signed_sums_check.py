@@ -9,9 +9,16 @@ import hashlib
 from isthmus.errors import DamagedError, PeerMisbehaved
 from isthmus_privacy.crypto import keys
 from isthmus_privacy.crypto.canonical import Reader, tagged, tagged_hash
-from isthmus_privacy.purpose import BufferedPurpose, RunPurpose, TrainingPurpose
-from isthmus_privacy.secagg.cohort import keys_are_signed
-from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.purpose import (
+    BufferedPurpose,
+    RangePurpose,
+    RunPurpose,
+    TrainingPurpose,
+    ranged_model,
+    ranges_run_id,
+)
+from isthmus_privacy.secagg.cohort import keys_are_signed, roster_hash
+from isthmus_privacy.secagg.config import RoundConfig, SetUpBefore
 from isthmus_privacy.secagg.graph import corrupt_clients
 from isthmus_privacy.secagg.identity import Enrolment
 from isthmus_privacy.secagg.messages import (
@@ -164,7 +171,8 @@ def _check_sum(
             checked.enrolments.add(certificate)
         if not keys_are_signed(config, entry):
             raise _damaged(where, f"{entry.name!r} has not signed its configuration")
-    if survivors.roster_hash != roster.hash(config.hash):
+    _check_set_up(config, signed.set_up, where)
+    if survivors.roster_hash != roster_hash(config, roster):
         raise _damaged(where, "its survivors are of another roster")
     count = len(roster.entries)
     if survivors.survivors.size != count or survivors.share_owners.size != count:
@@ -185,6 +193,28 @@ def _check_sum(
         if not valid:
             raise _damaged(where, f"signature {position} of its survivors is not valid")
     return config, frozenset(roster.names[at] for at in survivors.survivors.indices)
+
+
+def _check_set_up(config: RoundConfig, set_up: bytes, where: str) -> None:
+    """Check that the keys of a sum were signed for it, or for the ranges of its updates.
+
+    Raises:
+        DamagedError: so it is not.
+        PeerMisbehaved: the configuration of the sum before cannot be read.
+    """
+    if not isinstance(config.set_up, SetUpBefore):
+        if set_up:
+            raise _damaged(where, "it has a set-up of its own, and names another one")
+        return
+    first = RoundConfig.from_bytes(set_up)
+    is_of_ranges = (
+        config.follows(first)
+        and first.run_id == ranges_run_id(config.run_id)
+        and first.model_hash == ranged_model(config.model_hash)
+        and first.purpose == RangePurpose(config.purpose).hash
+    )
+    if not is_of_ranges:
+        raise _damaged(where, "its keys were signed for another sum than that of its ranges")
 
 
 def _opened_job(line: dict[str, str]) -> bytes | None:

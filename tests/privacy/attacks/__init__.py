@@ -12,6 +12,7 @@ from tests.privacy.attacks import (
     false_survivors,
     forged_messages,
     invalid_updates,
+    next_sums,
     other_purposes,
     unsafe_configurations,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "false_survivors",
     "forged_messages",
     "invalid_updates",
+    "next_sums",
     "other_purposes",
     "unsafe_configurations",
 ]

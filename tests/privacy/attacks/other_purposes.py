@@ -18,11 +18,15 @@ from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_privacy.purpose import (
     BufferedPurpose,
     ComparisonPurpose,
+    RangePurpose,
     RunPurpose,
     TrainingPurpose,
     check_gradient_scale,
     check_group,
     check_random_group,
+    check_ranges_before,
+    ranged_model,
+    ranges_run_id,
 )
 from isthmus_privacy.slots import COMPRESSED_SLOTS
 
@@ -78,6 +82,29 @@ def gradients_of_all_others_times_another_factor():
 @expect_refusal("config-purpose-differs")
 def an_update_without_its_gradient_from_all_others():
     sum_with(TRAINING, own=TrainingPurpose(RUN, gradient_scale=1.0))
+
+
+def set_up_by(**changes):
+    """The set-up of a sum of ranges, for that of updates with something changed."""
+    of_ranges = (ranges_run_id("run"), ranged_model(bytes(32)), RangePurpose(TRAINING.hash).hash)
+    check_ranges_before(
+        of_ranges, **{"run_id": "run", "name": bytes(32), "purpose": TRAINING.hash, **changes}
+    )
+
+
+@expect_refusal("set-up-of-other-updates")
+def the_set_up_of_the_ranges_of_another_run():
+    set_up_by(run_id="another")
+
+
+@expect_refusal("set-up-of-other-updates")
+def the_set_up_of_the_ranges_of_updates_to_another_model():
+    set_up_by(name=bytes(31) + b"1")
+
+
+@expect_refusal("set-up-of-other-updates")
+def the_set_up_of_the_ranges_of_other_work():
+    set_up_by(purpose=TrainingPurpose(RUN, gradient_scale=1.0).hash)
 
 
 @expect_refusal("gradient-scale-invalid")

@@ -17,7 +17,7 @@ def test_any_threshold_of_shares_gives_the_secret_back(secret, count, data):
     points = data.draw(
         st.lists(st.integers(1, shamir.P - 1), min_size=count, max_size=count, unique=True)
     )
-    shares = shamir.split(secret, points, threshold)
+    shares = shamir.split([secret], points, threshold)
     assert {len(share) for share in shares} == {shamir.SHARE_BYTES}
     chosen = data.draw(st.permutations(range(count)))[:threshold]
     chosen_shares = [shares[i] for i in chosen]
@@ -31,7 +31,7 @@ def test_shares_against_polynomials_in_plain_integers(monkeypatch):
     secret = b"\xff" * 32
     limbs = shamir._limbs(secret).tolist()
     for x, share in zip(
-        [1, 77, 2**31 - 2], shamir.split(secret, [1, 77, 2**31 - 2], 5), strict=True
+        [1, 77, 2**31 - 2], shamir.split([secret], [1, 77, 2**31 - 2], 5), strict=True
     ):
         for j in range(shamir.LIMBS):
             value = 0
@@ -45,7 +45,7 @@ def test_shares_against_polynomials_in_plain_integers(monkeypatch):
 def test_many_secrets_in_one_batch():
     secrets = [bytes([i]) * 32 for i in range(40)]
     points = [[1 + (i + j) % 50 for j in range(20)] for i in range(40)]
-    shares = [shamir.split(s, p, 20) for s, p in zip(secrets, points, strict=True)]
+    shares = [shamir.split([s], p, 20) for s, p in zip(secrets, points, strict=True)]
     assert shamir.combine(points, shares) == secrets
     assert shamir.combine([], []) == []
 

@@ -23,7 +23,7 @@ import random
 from collections.abc import Callable, Hashable, Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -330,6 +330,9 @@ class Given:
     sent: torch.Tensor | None
     masked: bool = False
 
+    last: ClassVar[Given | None] = None
+    """What a device gave last."""
+
     @property
     def config_hash(self) -> bytes:
         return self.config.hash
@@ -438,7 +441,8 @@ def _give(
     sent = None
     if config.codec is not None:
         sent = encode_repeatably(config, update, examples, figures, seed).sent
-    return Given(config, values, origin, examples, key, sent)
+    Given.last = Given(config, values, origin, examples, key, sent)
+    return Given.last
 
 
 def _counts_of(

@@ -29,7 +29,12 @@ from isthmus.job import vector_settings
 from isthmus.job.schema import Job, read_job
 from isthmus_privacy.crypto import keys, shamir
 from isthmus_privacy.crypto.canonical import Message, tagged_hash
-from isthmus_privacy.secagg.messages import PART_BYTES, SEALED_BYTES, SHARE_BYTES
+from isthmus_privacy.secagg.messages import (
+    PART_BYTES,
+    SEALED_BYTES,
+    SEALED_FOR_TWO_BYTES,
+    SHARE_BYTES,
+)
 
 _numbers = itertools.count(1)
 
@@ -69,10 +74,15 @@ class IdealOneTimeKey:
         return bytes(keys.KEY_BYTES)
 
 
-_SEALED = bytes(SEALED_BYTES)
-_SHARES = bytes(2 * SHARE_BYTES)
+_SEALED = {False: bytes(SEALED_BYTES), True: bytes(SEALED_FOR_TWO_BYTES)}
+_SHARES = {False: bytes(2 * SHARE_BYTES), True: bytes(4 * SHARE_BYTES + PART_BYTES)}
 _SHARE = bytes(SHARE_BYTES)
 _PART = bytes(PART_BYTES)
+
+
+def sealed_for(config: config.RoundConfig) -> bytes:
+    """What a client seals for a neighbour."""
+    return _SEALED[config.is_for_two]
 
 
 @contextlib.contextmanager
@@ -82,13 +92,23 @@ def ideal_crypto() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keys, "verify", _verify)
         patch.setattr(client, "OneTimeKey", IdealOneTimeKey)
-        patch.setattr(cohort.Cohort, "seal", lambda *args, **kwargs: _SEALED)
-        patch.setattr(cohort.Cohort, "unseal_shares", lambda *args, **kwargs: _SHARES)
-        patch.setattr(cohort.Cohort, "unseal_part", lambda *args, **kwargs: _PART)
+        ideal = cohort.Cohort
+        patch.setattr(ideal, "seal", lambda self, *args, **kwargs: sealed_for(self.config))
         patch.setattr(
-            cohort.Cohort, "mask_seeds", lambda *args: dict.fromkeys(args[4] | args[5].keys())
+            ideal, "unseal_shares", lambda self, *args, **kwargs: _SHARES[self.config.is_for_two]
         )
-        patch.setattr(shamir, "split", lambda secret, points, threshold: [_SHARE] * len(points))
+        patch.setattr(ideal, "unseal_part", lambda *args, **kwargs: _PART)
+        patch.setattr(ideal, "own_part", lambda *args: _PART)
+        patch.setattr(ideal, "next_part", lambda *args: _PART)
+        patch.setattr(ideal, "next_part_commitment", lambda *args: b"")
+        patch.setattr(ideal, "commitment_in", lambda *args: b"")
+        patch.setattr(ideal, "seal_next_parts", lambda *args: b"")
+        patch.setattr(ideal, "mask_seeds", lambda *args: dict.fromkeys(args[3] | args[4]))
+        patch.setattr(
+            shamir,
+            "split",
+            lambda secrets, points, threshold: [_SHARE * len(secrets)] * len(points),
+        )
         decoded = functools.lru_cache(maxsize=256)(config.RoundConfig.from_bytes)
         patch.setattr(config.RoundConfig, "from_bytes", decoded)
         read = functools.lru_cache(maxsize=1024)(read_job)

@@ -31,7 +31,7 @@ from tests.privacy.leakage.devices import (
     identity,
     set_world,
 )
-from tests.privacy.leakage.ideal_crypto import IdealOneTimeKey, forget_signatures
+from tests.privacy.leakage.ideal_crypto import IdealOneTimeKey, forget_signatures, sealed_for
 
 from isthmus.errors import IsthmusError
 from isthmus.job.learning_rate import RoundPosition
@@ -59,9 +59,8 @@ from isthmus_privacy.purpose import (
     statistics_of,
 )
 from isthmus_privacy.secagg.cohort import Cohort
-from isthmus_privacy.secagg.config import BIN_LEVELS, RoundConfig
+from isthmus_privacy.secagg.config import BIN_LEVELS, RoundConfig, SetUpBefore, SetUpForTwo
 from isthmus_privacy.secagg.messages import (
-    SEALED_BYTES,
     AdvertiseKeys,
     ConsistencySignature,
     ConsistencySignatures,
@@ -474,7 +473,7 @@ class Attempt:
             owners = other if name in lied_to else self.owners
             own = self.cohort.positions[name]
             positions = {self.cohort.positions[owner] for owner in owners}
-            sealed = tuple((owner, _SEALED) for owner in sorted(positions - {own}))
+            sealed = tuple((owner, sealed_for(self.config)) for owner in sorted(positions - {own}))
             inbox = Inbox(self.cohort.hash, self.cohort.members(positions), sealed)
             part = self.parts[name]
             encoded: Any = part._encoded
@@ -548,9 +547,6 @@ class Attempt:
         members = frozenset(members)
         count = self.chance.choice((0, 0, 0, 0, 0, 1, 1, 2))
         return members - set(self.chance.sample(sorted(members), min(count, len(members))))
-
-
-_SEALED = bytes(SEALED_BYTES)
 
 
 def _keys_of(name: str, config: RoundConfig) -> AdvertiseKeys:
@@ -644,6 +640,7 @@ class Training(Attempt):
                 whole=True,
                 bits=16,
                 levels=BIN_LEVELS,
+                set_up=None if self.chance.random() < 0.1 else SetUpForTwo(),
             )
         return self.updates(name, purpose)
 
@@ -704,6 +701,68 @@ class Agreement(Training):
             secure=self.config.to_bytes(),
         )
         device.agent._agree(work)
+
+
+class Following(Agreement):
+    """The sum of updates that devices have kept, with the set-up of that of their ranges.
+
+    The server goes on from whatever step the sum of ranges has come to.
+    """
+
+    def __init__(self, before: Attempt, plan: Plan, devices: Mapping[str, Device]) -> None:
+        super().__init__(before.chance, plan, before.number, devices, before.corrupt, before.job)
+        self.before = before
+        self.cohort = before.cohort
+        self.graph = before.graph
+        self.owners = getattr(before, "survivors", frozenset())
+        self.processes = dict(before.processes)
+        self.steps = [self._join_next, self._sign, self._reveal]
+
+    def updates(self, name: bytes, purpose: bytes) -> RoundConfig:
+        """The configuration of the sum of updates, of the same cohort."""
+        first = self.before.config
+        config = super().updates(name, purpose)
+        return dataclasses.replace(
+            config,
+            clients_max=first.clients_max,
+            clients_min=first.clients_min,
+            corrupt_permille=first.corrupt_permille,
+            dropout_permille=first.dropout_permille,
+            set_up=SetUpBefore(first.hash),
+        )
+
+    def _join_next(self) -> bool | None:
+        """Have most devices mask their vectors for one configuration, and some for another."""
+        try:
+            asked = self._asked()
+        except IsthmusError:
+            return False
+        self.cohort = self.before.cohort.followed_by(self.config)
+        chance = self.chance
+        other = dataclasses.replace(self.config, clip=2 * self.config.clip)
+        lied_to = {name for name in self.devices if chance.random() < 0.03}
+
+        def mask(name: str) -> object:
+            device = self.devices[name]
+            if name in lied_to:
+                about = link_pb2.Agree(
+                    run_id=self.plan.run_id,
+                    round=self.plan.round,
+                    attempt=self.number,
+                    secure=other.to_bytes(),
+                )
+                return device.agent._agree(about)
+            self._begin(device, asked(""), "")
+            part = device.agent._secure._current
+            assert part is not None
+            assert Given.last is not None
+            self.parts[name] = part
+            self.given[name] = Given.last
+            return part
+
+        masked = self._ask([name for name in self.devices if name in self.processes], mask)
+        self.masked = (masked.keys() - lied_to) | self.corrupt
+        return len(self.masked) >= self.graph.survivors_min
 
 
 class Buffer(Training):
@@ -963,6 +1022,10 @@ def _step(
     # Whatever became of the ranges: devices keep the updates.
     if plan.kind == "ranges" and len(attempt.given) > 1:
         agreed = dataclasses.replace(plan, kind="agree")
+        if attempt.config.is_for_two and attempt.chance.random() < 0.8:
+            following = dataclasses.replace(plan, kind="follow")
+            running.append(Following(attempt, following, devices))
+            return
         running.append(
             Agreement(attempt.chance, agreed, attempt.number, devices, attempt.corrupt, attempt.job)
         )

@@ -33,7 +33,7 @@ from fractions import Fraction
 import pytest
 from tests.privacy.leakage.combinations import OpenedSum, findings
 from tests.privacy.leakage.devices import BEYOND, NAMES, TracedRun, make_world
-from tests.privacy.leakage.lying_server import FAMILIES, Plan, Repertoire, follow
+from tests.privacy.leakage.lying_server import FAMILIES, Plan, Repertoire, follow, play
 from tests.privacy.leakage.search import main, model, search
 from tests.privacy.mutation import disabled
 
@@ -64,6 +64,28 @@ def test_no_combination_of_a_sample_of_sequences_is_about_few_devices(tasks):
     searched = search(range(seed, seed + SAMPLE), tasks)
     assert searched.found == [], f"from seed {seed}"
     assert searched.several > SAMPLE / 20  # the server does open sums, and several of a sequence
+
+
+def opened_with_one_set_up(tasks, seeds):
+    """Combinations, and how many sums were opened whose set-up was that of their ranges."""
+    choices = Repertoire(
+        ("ranges",), ("ranges", "ranges", "update"), (), ("round", "devices", "clip", "kind"), ()
+    )
+    found = []
+    following = 0
+    for seed in seeds:
+        opened = play(seed, make_world(random.Random(~seed)), tasks, choices)
+        found += findings(opened)
+        following += sum(each.about.startswith("follow ") for each in opened)
+    return found, following
+
+
+def test_sums_that_those_of_their_ranges_have_set_up_are_opened(tasks):
+    found, following = opened_with_one_set_up(tasks, range(60))
+    assert found == []
+    assert following > 5
+    with disabled("unmasked-for-model"):
+        assert opened_with_one_set_up(tasks, range(60))[0]
 
 
 # -- without one of the rules ----------------------------------------------------------------------

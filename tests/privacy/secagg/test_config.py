@@ -8,7 +8,7 @@ from tests.privacy.protocol import make_config
 from isthmus.errors import PeerMisbehaved
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig, SetUpBefore, SetUpForTwo
 from isthmus_privacy.slots import Slot
 
 SLOTS = (
@@ -70,6 +70,8 @@ def test_every_field_is_hashed():
         {"codec": UpdateCodec(one_in=2, bits=3)}, {"codec": UpdateCodec(one_in=3, bits=3)},
         {"codec": UpdateCodec(one_in=2, bits=4)}, {"codec": UpdateCodec(one_in=2, bits=3, seed=1)},
         {"codec": UpdateCodec(one_in=2, bits=3, rates=((0, 1, 1),))},
+        {"set_up": SetUpForTwo()}, {"set_up": SetUpBefore(bytes(32))},
+        {"set_up": SetUpBefore(bytes(31) + b"1")},
         *({"noise": dataclasses.replace(NOISE, **change)} for change in (
             {}, {"clip": 9.0}, {"multiplier": 9.0}, {"honest": 9}, {"scale": 9.0},
         )),
@@ -86,5 +88,5 @@ def test_a_configuration_with_a_field_that_does_not_exist_is_refused():
     with pytest.raises(TypeError, match="epsilon"):
         make_config(epsilon=0.1)
     with pytest.raises(PeerMisbehaved) as caught:
-        RoundConfig.from_bytes(make_config().to_bytes() + bytes(8))
+        RoundConfig.from_bytes(make_config(set_up=SetUpForTwo()).to_bytes() + bytes(8))
     assert caught.value.code == "message-trailing"

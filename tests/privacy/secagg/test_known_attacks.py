@@ -209,7 +209,7 @@ def log2_choose(n, k):
 def test_fewer_shares_than_the_threshold_fit_every_secret():
     """Shamir's perfect secrecy: t - 1 shares fit any secret with a suitable third share."""
     one, other = bytes(range(32)), bytes(range(32, 64))
-    shares = shamir.split(one, [1, 2, 3], 3)
+    shares = shamir.split([one], [1, 2, 3], 3)
     # Lagrange weights at zero over {1, 2, 3} are 3, -3, 1: the third share sets the secret.
     third = b""
     for j in range(shamir.LIMBS):

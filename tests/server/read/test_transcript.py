@@ -79,6 +79,17 @@ async def recorded(deployment):
     return _RECORDED["transcript"]
 
 
+@pytest.fixture
+async def recorded_with_ranges(deployment):
+    """The transcript of a secure run whose sums are set up by those of the ranges."""
+    if "ranges" not in _RECORDED:
+        await deployment.start()
+        store = deployment.create_run("run", "rounds=1")
+        await Coordinator(RunParts.of(store, deployment.link)).run()
+        _RECORDED["ranges"] = transcript_of(store)
+    return _RECORDED["ranges"]
+
+
 _RECORDED: dict[str, bytes] = {}
 
 
@@ -283,10 +294,40 @@ FORGERIES = {
     "another roster": (_other_bytes("roster", -70), "has not signed the configuration"),
     "another certificate": (_other_bytes("roster", 120), "no certificate of the authority"),
     "another configuration": (_other_bytes("config", -20), "has not signed the configuration"),
+    "an empty set-up": (
+        _edit("sum", lambda c: c.update(set_up="")),
+        "names the sum before, whose keys it does not have",
+    ),
     "other survivors": (_other_bytes("survivors", -1), "is a sum over 2 of 3"),
     "other signatures": (_other_bytes("signatures", -1), "is not valid"),
     "another purpose": (_other_bytes("purpose", -1), "not the one that the devices signed"),
 }
+
+
+SET_UP_FORGERIES = {
+    "no set-up": (_edit("sum", lambda c: c.pop("set_up")), "ends too early"),
+    "the set-up of itself": (
+        _edit("sum", lambda c: c.update(set_up=c["config"])),
+        "signed for another sum than that of its ranges",
+    ),
+    "another set-up": (_other_bytes("set_up", 60), "signed for another sum"),
+    "a configuration after another": (_other_bytes("config", -1), "signed for another sum"),
+    "another configuration": (_other_bytes("config", 60), "not of its roster"),
+    "another roster": (_other_bytes("roster", -70), "has not signed the configuration"),
+    "a set-up that is not needed": (
+        _edit("sum", lambda c: c.update(config=c["set_up"])),
+        "names the sum before",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", SET_UP_FORGERIES)
+async def test_a_forged_sum_that_another_one_has_set_up_is_found(recorded_with_ranges, forgery):
+    forge, sentence = SET_UP_FORGERIES[forgery]
+    entries = entries_of(recorded_with_ranges)
+    assert chained(entries) == recorded_with_ranges
+    with pytest.raises(Violation, match=re.escape(sentence)):
+        check(io.BytesIO(chained(forge(entries))))
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
@@ -529,4 +570,14 @@ def test_a_line_that_a_crash_cut_short_is_left_out_and_replaced(tmp_path):
     assert len(list(read_signed_sums(tmp_path))) == 4
     path.write_bytes(b"{}\n" + whole)
     with pytest.raises(DamagedError, match=r"line 1 of .* is damaged"):
+        list(read_signed_sums(tmp_path))
+
+
+def test_a_set_up_that_is_named_and_empty_is_damage(tmp_path):
+    """The line would have another form, and say the same."""
+    signed = SignedSum(bytes(32), b"config", b"roster", b"survivors", b"signatures")
+    SignedSums(tmp_path).add(signed, b"", "{}")
+    path = tmp_path / "signed-sums.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'{"authority"', b'{"set_up": "", "authority"', 1))
+    with pytest.raises(DamagedError, match=r"line 2 of .* is damaged"):
         list(read_signed_sums(tmp_path))

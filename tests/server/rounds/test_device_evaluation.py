@@ -351,16 +351,15 @@ async def dial_with_a_liar(deployment, network, names, lie):
     def lying(name, join, attempt, *arguments):
         if attempt.config.whole and name in (liars or [name]):
             liars.append(name)
-            attempt.advertise_keys = functools.partial(changed, attempt, attempt.advertise_keys)
+            attempt.encode = functools.partial(changed, attempt, attempt.encode)
         return join(attempt, *arguments)
 
-    def changed(attempt, advertise_keys, *arguments, **options):
-        keys = advertise_keys(*arguments, **options)
+    def changed(attempt, encode, *arguments, **options):
+        encode(*arguments, **options)
         if callable(lie):
             lie(attempt.config, attempt._encoded.vector)
         else:
             attempt._encoded.vector[: len(lie)] += torch.tensor(lie)
-        return keys
 
     for name in names:
         device = deployment.device(name)

@@ -155,13 +155,12 @@ def lie(device, times=None):
     def lying_join(attempt, *args):
         if not attempt.config.whole and (times is None or len(lies) < times):
             lies.append(attempt.config.attempt)
-            attempt.advertise_keys = functools.partial(lying, attempt, attempt.advertise_keys)
+            attempt.encode = functools.partial(lying, attempt, attempt.encode)
         return join(attempt, *args)
 
-    def lying(attempt, advertise_keys, *args, **kwargs):
-        keys = advertise_keys(*args, **kwargs)
+    def lying(attempt, encode, *args, **kwargs):
+        encode(*args, **kwargs)
         attempt._encoded.vector[0] += 1 << (attempt.config.bits - 2)
-        return keys
 
     secure.join = lying_join
     return lies

@@ -82,6 +82,17 @@ async def test_a_package_is_taken_too_and_records_of_an_app_are_not(network, pub
     assert participant.buffers == [payload, payload]
 
 
+async def test_a_source_is_not_asked_for_the_roster_of_a_sum(network, published):
+    """It cannot have it, and learns when this participant is in a sum; the step would wait."""
+    payload, blob = published
+    source = Waiting(payload)
+    participant = await network.join("a", replying(), sources=[source])
+    step = link_pb2.SecureStep(run_id="run", roster=blob)
+    await network.link.ask("a", link_pb2.Request(id=network.link.new_id(), secure_step=step))
+    assert (source.calls, network.link.peers["a"].sent.total) == (0, SIZE)
+    assert participant.buffers == [payload]
+
+
 async def test_a_stream_that_breaks_meanwhile_changes_nothing(network, published):
     payload, blob = published
     source = Waiting(payload)

@@ -6,6 +6,10 @@ cost nothing. Each later step is one request to every remaining device:
 
     TrainLocal -> keys | roster -> sealed shares | inbox -> masked vector
     | survivors -> signature | signatures -> unmasking shares | the sum
+
+A sum that was set up for two spares the next one, of its devices, the first two requests:
+
+    Agree -> masked vector | survivors -> signature | signatures -> unmasking shares | the sum
 """
 
 from __future__ import annotations
@@ -21,13 +25,15 @@ from isthmus.transport.blobs import describe
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.random_groups import RandomGroup
-from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig, SetUpBefore
 from isthmus_privacy.secagg.encoding import Aggregate, decode
 from isthmus_privacy.secagg.messages import (
+    MASKED_INPUT,
+    SHARE_KEYS,
     AdvertiseKeys,
     ConsistencySignature,
     MaskedInput,
-    ShareKeys,
+    Roster,
     UnmaskingShares,
 )
 from isthmus_privacy.secagg.ranges import Ranges
@@ -98,6 +104,9 @@ class SecureSum:
     known."""
     group: RandomGroup | None = None
     """The random group that is summed, if a lottery has drawn it."""
+    before: SecureAggregationAttempt | None = None
+    """The attempt at a sum of the same devices that was set up for two, and has ended; None if
+    there is none. This sum has a set-up of its own if it allows another cohort."""
 
 
 class SecureAggregationAttempt:
@@ -115,14 +124,24 @@ class SecureAggregationAttempt:
         """Prepare the sum that is wanted in the run of `context`."""
         config = wanted.config
         cohort = wanted.cohort
+        joining = (wanted.alone or wanted.first_request)(config.to_bytes())
         self._context = context
-        self._config = config
         self._first_request = wanted.first_request
-        self._session = ServerSession(config, context.directory, invited=cohort, group=wanted.group)
+        session: ServerSession | None = None
+        if wanted.before is not None:
+            following = wanted.before.config_after(config)
+            if following is not None:
+                config = following
+                session = wanted.before._session.followed_by(config)
+        self._is_set_up = session is not None
+        self._before = wanted.before
+        self._config = config
+        self._session: ServerSession = session or ServerSession(
+            config, context.directory, invited=cohort, group=wanted.group
+        )
         self._receipts = ReceiptBook(sorted(cohort), "federated")
         self._encoded = config.to_bytes()
         """The configuration as devices get it: encoding it takes a while for each of many."""
-        joining = (wanted.alone or wanted.first_request)(self._encoded)
         self._unmaskings = AttemptUnmaskings(context.unmaskings, config, joining)
         self._draw = StatedDraw(config.draw, context.link.enrolments)
         self._ranges = wanted.ranges
@@ -158,6 +177,11 @@ class SecureAggregationAttempt:
     def config(self) -> RoundConfig:
         """The configuration that the devices sign."""
         return self._config
+
+    def config_after(self, config: RoundConfig) -> RoundConfig | None:
+        """The configuration of a next sum with the set-up of this one; None if it needs its own."""
+        following = dataclasses.replace(config, set_up=SetUpBefore(self._config.hash))
+        return following if following.follows(self._config) else None
 
     async def run(
         self,
@@ -239,30 +263,10 @@ class SecureAggregationAttempt:
             AggregationAborted: too few devices were left at some step.
         """
         session = self._session
-        await self._step(
-            _TRAINING,
-            self._receipts.names,
-            self._train,
-            trained_by,
-            self._config.clients_max,
-            until_masked=True,
-        )
-        self._check_complete()
-        roster = session.finish_advertise_keys()
-        self._limits = StepLimits.of(
-            self._context.job.time, self._config, clients=len(roster.entries)
-        )
-        # A blob, which all devices are sent from the same memory: a large cohort's has megabytes.
-        blob = describe(roster.to_bytes())
-        with offered(self._context.link, [(blob, roster.to_bytes())]):
-            await self._short_step(
-                "sharing keys",
-                link_pb2.SecureStep(roster=blob),
-                self._take_shares,
-                until_masked=True,
-            )
-        self._check_complete()
-        session.finish_share_keys()
+        if not self._is_set_up:
+            await self._set_up(trained_by)
+        roster = session.roster
+        self._limits = self._limits_for(roster)
         # Not the end of the round alone: the slower the training was, the less would be left for
         # what it was done for.
         sent_by = self._limits.upload_deadline(
@@ -277,9 +281,12 @@ class SecureAggregationAttempt:
             "signing", link_pb2.SecureStep(survivors=survivors), self._take_signature
         )
         signatures = session.finish_consistency_check().to_bytes()
+        set_up = b""
+        if self._is_set_up and self._before is not None:
+            set_up = self._before._encoded
         # A roster of a large cohort takes a while to encode and to write.
         await asyncio.to_thread(
-            self._context.keep_signed, self._config, roster, survivors, signatures
+            self._context.keep_signed, self._config, roster, survivors, signatures, set_up
         )
         # On disk before the first device is asked for its shares. After a crash the server has to
         # know who may have revealed them: these take part in another sum of the model only
@@ -293,6 +300,39 @@ class SecureAggregationAttempt:
         )
         # Masks are as long as the model, and the link has to go on answering.
         return await asyncio.to_thread(session.unmask)
+
+    async def _set_up(self, trained_by: float) -> None:
+        """Have devices compute their vectors, advertise their keys and share them.
+
+        Raises:
+            AggregationAborted: too few devices were left.
+        """
+        session = self._session
+        await self._step(
+            _TRAINING,
+            self._receipts.names,
+            self._train,
+            trained_by,
+            self._config.clients_max,
+            until_masked=True,
+        )
+        self._check_complete()
+        roster = session.finish_advertise_keys()
+        self._limits = self._limits_for(roster)
+        # A blob, which all devices are sent from the same memory: a large cohort has megabytes.
+        blob = describe(roster.to_bytes())
+        with offered(self._context.link, [(blob, roster.to_bytes())]):
+            await self._short_step(
+                "sharing keys",
+                link_pb2.SecureStep(roster=blob),
+                self._take_shares,
+                until_masked=True,
+            )
+        self._check_complete()
+        session.finish_share_keys()
+
+    def _limits_for(self, roster: Roster) -> StepLimits:
+        return StepLimits.of(self._context.job.time, self._config, clients=len(roster.entries))
 
     def _check_usable(self, aggregate: Aggregate, summed: Collection[str]) -> None:
         """Refuse a sum to which fewer devices than the quorum have contributed.
@@ -513,31 +553,44 @@ class SecureAggregationAttempt:
 
     async def _upload(self, name: str) -> None:
         """The only step with a large reply: the masked vector, spooled, checked and added."""
+        if self._is_set_up:
+            request = self._first_request(self._encoded)
+            spent = TrainingTime(self._context.link, name, self._context.job.time.least_rate)
+            async with call(self._context.link, name, request, "trained", self._receipts) as reply:
+                trained = reply.trained
+                await self._take_masked(name, trained.secure, trained.result)
+                self._draw.note_accepted(name)
+                self._receipts.remember(name, seconds=spent.seconds)
+            return
         inbox = self._session.inbox(name).to_bytes()
         async with self._call_step(name, link_pb2.SecureStep(inbox=inbox)) as reply:
             stepped = reply.secure_stepped
-            masked = MaskedInput.from_bytes(stepped.message)
-            _check_sender(name, masked.name)
-            if stepped.masked.size != self._config.payload_bytes:
-                raise UpdateError(
-                    f"its masked vector has {stepped.masked.size} bytes where this configuration "
-                    f"takes {self._config.payload_bytes}"
-                )
-            if (place := self._parts.place(name)) is not None:
-                await self._add_there(place, masked, stepped.masked)
-                return
-            # Each takes a file, and a cohort sends at once.
-            async with self._places.place(name):
-                with UpdateSpool(self._context.spool, expected_bytes=stepped.masked.size) as spool:
-                    await self._context.link.fetch(name, stepped.masked, spool.write)
-                    # One at a time, as all are added to one vector; and to the end, so that nothing
-                    # is added after the attempt has ended.
-                    async with self._adding:
-                        with spool.view() as payload:
-                            adding = asyncio.to_thread(
-                                self._session.receive_masked_input, masked, payload
-                            )
-                            await to_the_end(adding)
+            await self._take_masked(name, stepped.message, stepped.masked)
+
+    async def _take_masked(self, name: str, message: bytes, blob: link_pb2.Blob) -> None:
+        """Fetch, check and add a masked vector."""
+        masked = MASKED_INPUT[self._config.is_for_two].from_bytes(message)
+        _check_sender(name, masked.name)
+        if blob.size != self._config.payload_bytes:
+            raise UpdateError(
+                f"its masked vector has {blob.size} bytes where this configuration "
+                f"takes {self._config.payload_bytes}"
+            )
+        if (place := self._parts.place(name)) is not None:
+            await self._add_there(place, masked, blob)
+            return
+        # Each takes a file, and a cohort sends at once.
+        async with self._places.place(name):
+            with UpdateSpool(self._context.spool, expected_bytes=blob.size) as spool:
+                await self._context.link.fetch(name, blob, spool.write)
+                # One at a time, as all are added to one vector; and to the end, so that nothing is
+                # added after the attempt has ended.
+                async with self._adding:
+                    with spool.view() as payload:
+                        adding = asyncio.to_thread(
+                            self._session.receive_masked_input, masked, payload
+                        )
+                        await to_the_end(adding)
 
     async def _add_there(self, place: Place, masked: MaskedInput, blob: link_pb2.Blob) -> None:
         """Have the aggregator of a device add its masked vector, which tells it nothing."""
@@ -567,7 +620,7 @@ class SecureAggregationAttempt:
                 self._receipts.record(name, "dropped", part.lost, sent=True, late=False)
 
     def _take_shares(self, name: str, message: bytes) -> None:
-        shares = ShareKeys.from_bytes(message)
+        shares = SHARE_KEYS[self._config.is_for_two].from_bytes(message)
         _check_sender(name, shares.name)
         self._session.receive_shares(shares)
 

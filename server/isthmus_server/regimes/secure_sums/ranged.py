@@ -2,6 +2,8 @@
 
     TrainLocal or Agree -> the sum of ranges | Agree -> the sum of the updates
 
+The first is set up for two, so that devices advertise keys and share secrets once.
+
 A device trains once, and keeps its update between the two. A sum of ranges that is lost, or that
 one device has made meaningless, is not repeated with other devices: the updates are then summed in
 an encoding that is wide enough for most. The updates themselves are in one sum:
@@ -19,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus_privacy.random_groups import RandomGroup
-from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig, SetUpForTwo
 from isthmus_privacy.secagg.graph import corrupt_clients
 from isthmus_privacy.secagg.ranges import USUAL_CLIP, Encoding, Ranges, lost_in_rounding
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
@@ -131,6 +133,7 @@ class RangedAttempt:
             known = self._context.ranges.of_other_groups(config.round, name, sums.group)
         cohort = sums.cohort
         request = sums.at_once
+        before: SecureAggregationAttempt | None = None
         if known is None and any(entry.devices != set(cohort) for entry in self._earlier_sums()):
             # With others, and a crash has lost their sum.
             known = await self._store(Ranges.unknown(), ())
@@ -138,6 +141,7 @@ class RangedAttempt:
             known = await self._find(deadline)
             cohort = known.devices
             request = sums.send
+            before = self._current
         # Devices that have unmasked a sum of updates to this model are in this one only if it is
         # that one again, which has the encoding of before. All others may have another one.
         wider = known.round != config.round or not known.devices.issuperset(cohort)
@@ -153,6 +157,7 @@ class RangedAttempt:
                 alone=sums.at_once,
                 ranges=known.ranges if comparable else None,
                 group=sums.drawn,
+                before=before,
             )
             self._current = secure_attempt(self._context, wanted)
             config = self._current.config
@@ -346,7 +351,7 @@ class RangedAttempt:
         """
         sums = self._sums
         wanted = SecureSum(
-            config=sums.ranges,
+            config=dataclasses.replace(sums.ranges, set_up=SetUpForTwo()),
             cohort=sums.cohort,
             first_request=sums.find,
             exact=sums.exact,

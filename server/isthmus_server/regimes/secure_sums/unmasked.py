@@ -99,7 +99,7 @@ def secure_attempt(context: FederatedContext, wanted: SecureSum) -> SecureAggreg
     One that is repeated exactly has the encoding of before. Simulated devices remember nothing.
     """
     if context.link.enrolments.simulated:
-        return UnmaskedAttempt(context, wanted)
+        return UnmaskedAttempt(context, dataclasses.replace(wanted, before=None))
     if wanted.exact:
         config = as_before(context.unmaskings, wanted.config, wanted.cohort)
         wanted = dataclasses.replace(wanted, config=config)

@@ -243,7 +243,7 @@ async def test_devices_get_the_signatures_of_a_quorum_and_a_transcript_those_of_
             heard.append(request.secure_step.consistency_signatures)
         return work(request, model, progress)
 
-    def keep(context, config, roster, survivors, signatures):
+    def keep(context, config, roster, survivors, signatures, set_up):
         kept.append((config.graph(len(roster.entries)).quorum, signatures))
 
     kept = []

@@ -53,13 +53,12 @@ def lie(run, *, ranges=None, update=None):
         if config.whole and ranges is not None:
             ranges(vector)
         if not config.whole and update is not None:
-            attempt.advertise_keys = functools.partial(lying, attempt, attempt.advertise_keys)
+            attempt.encode = functools.partial(lying, attempt, attempt.encode)
         return join(attempt, vector, *more)
 
-    def lying(attempt, advertise_keys, *args, **kwargs):
-        keys = advertise_keys(*args, **kwargs)
+    def lying(attempt, encode, *args, **kwargs):
+        encode(*args, **kwargs)
         update(attempt.config, attempt._encoded.vector)
-        return keys
 
     secure.join = lying_join
 

@@ -9,13 +9,17 @@ import torch
 from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
 from tests.server.waiting import wait_until
 
-from isthmus.errors import AdmissionRefused, JobError
+from isthmus.errors import AdmissionRefused, JobError, TaskError
+from isthmus.transport.blobs import describe
+from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import OWNER_REFUSES
 from isthmus_privacy.purpose import ranged_model, ranges_run_id
+from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.ranges import SIZE
 from isthmus_privacy.slots import TRAINING_SLOTS
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.storage.range_log import RangeLog
 
 SCALES = [10.0**exponent for exponent in (-6, -5, -4, -3, -2, 0, 1, 2, 4, 6)]
@@ -121,6 +125,153 @@ async def test_a_device_may_be_lost_between_the_sums(opened, step):
     assert relative_error(result, made, NAMES.replace("c", "")) < 1e-4
     receipt = result.receipts[NAMES.index("c")]
     assert (receipt.status, receipt.participant) == ("rejected", "c")
+
+
+def record_steps(run):
+    """What each device is asked in turn, by name."""
+    steps = {name: [] for name in run.devices}
+
+    def recording(name, work):
+        async def recorded(request, *args):
+            kind = request.WhichOneof("work")
+            if kind == "secure_step":
+                kind = request.secure_step.WhichOneof("message")
+            steps[name].append(kind)
+            return await work(request, *args)
+
+        return recorded
+
+    for name, device in run.devices.items():
+        device.agent.work = recording(name, device.agent.work)
+    return steps
+
+
+UNMASKING = ["survivors", "consistency_signatures"]
+
+
+async def test_the_set_up_of_the_ranges_is_that_of_the_updates(opened):
+    run = await opened()
+    made = record_updates(run)
+    steps = record_steps(run)
+    result = await run.train()
+    assert relative_error(result, made) < 1e-4
+    both = ["train_local", "roster", "inbox", *UNMASKING, "agree", *UNMASKING]
+    assert list(steps.values()) == [both] * 5
+
+
+@pytest.mark.parametrize("changes", [{"clip": 0.123}, {"clients_min": 2}, {"attempt": 7}])
+async def test_a_second_sum_that_is_refused_leaves_none_of_its_secrets(opened, changes):
+    """These are shares of others' secrets, too, and its server goes on without this device."""
+    run = await opened("task.settings.lr=1000")
+    made = record_updates(run)
+    agent = run.devices["c"].agent
+    work = agent.work
+    kept = []
+
+    async def lied_to(request, *args):
+        if request.HasField("agree"):
+            secrets = agent._secure._current.session._next
+            kept.extend([secrets.seed, *secrets.share_pairs.values()])
+            config = RoundConfig.from_bytes(request.agree.secure)
+            request.agree.secure = dataclasses.replace(config, **changes).to_bytes()
+        return await work(request, *args)
+
+    agent.work = lied_to
+    result = await run.train()
+    assert relative_error(result, made, "abde") < 1e-4
+    assert result.receipts[2].status == "rejected"
+    assert len(kept) == 5
+    assert not any(map(any, kept))
+
+
+async def test_an_update_that_is_trained_again_for_the_second_sum_goes_with_its_reply(opened):
+    """A server may ask for that in place of `Agree`: no masked vector stays in memory."""
+    run = await opened()
+    made = record_updates(run)
+    trained = {}
+    for name, device in run.devices.items():
+        work = device.agent.work
+
+        async def trains_again(request, *args, name=name, work=work):
+            if request.HasField("train_local"):
+                trained[name] = request.train_local
+            if request.HasField("agree"):
+                again = link_pb2.Request(id=f"again {name}", train_local=trained[name])
+                again.train_local.ClearField("ranges")
+                again.train_local.secure = request.agree.secure
+                return await work(again, bytearray(run.model), lambda progress: None)
+            return await work(request, *args)
+
+        device.agent.work = trains_again
+    result = await run.train()
+    assert relative_error(result, made) < 1e-4
+    assert all(device.agent._secure.take_masked() is None for device in run.devices.values())
+
+
+async def test_a_sum_that_allows_another_cohort_has_a_set_up_of_its_own(opened, monkeypatch):
+    run = await opened()
+    made = record_updates(run)
+    steps = record_steps(run)
+    monkeypatch.setattr(SecureAggregationAttempt, "config_after", lambda self, config: None)
+    result = await run.train()
+    assert relative_error(result, made) < 1e-4
+    assert steps["a"][5:] == ["agree", "roster", "inbox", *UNMASKING]
+
+
+@pytest.mark.parametrize("step", UNMASKING)
+async def test_a_device_may_be_lost_after_its_update_is_in(opened, step):
+    run = await opened("task.settings.lr=1000")
+    made = record_updates(run)
+    work = run.devices["c"].agent.work
+    asked = []
+
+    async def fails_then(request, *args):
+        if request.HasField("secure_step") and request.secure_step.HasField(step):
+            asked.append(step)
+            if len(asked) == 2:
+                raise TaskError("the battery is empty")
+        return await work(request, *args)
+
+    run.devices["c"].agent.work = fails_then
+    result = await run.train()
+    assert relative_error(result, made) < 1e-4
+    assert [receipt.status for receipt in result.receipts] == ["accepted"] * 5
+
+
+async def test_a_changed_vector_of_the_second_sum_is_rejected_and_the_others_go_on(opened):
+    run = await opened("task.settings.lr=1000")
+    made = record_updates(run)
+    work = run.devices["c"].agent.work
+
+    async def tampers(request, *args):
+        reply, payload = await work(request, *args)
+        if request.HasField("agree"):
+            payload[0] ^= 1
+            reply.trained.result.CopyFrom(describe(payload))
+        return reply, payload
+
+    run.devices["c"].agent.work = tampers
+    result = await run.train()
+    assert relative_error(result, made, "abde") < 1e-4
+    assert "was changed" in result.receipts[2].reason
+
+
+async def test_a_device_that_begins_another_sum_between_the_two_is_not_in_the_second(opened):
+    """What it keeps for that is gone with it."""
+    run = await opened("task.settings.lr=1000")
+    made = record_updates(run)
+    agent = run.devices["c"].agent
+    work = agent.work
+
+    async def forgets(request, *args):
+        if request.HasField("agree"):
+            agent._secure._current = None
+        return await work(request, *args)
+
+    agent.work = forgets
+    result = await run.train()
+    assert relative_error(result, made, "abde") < 1e-4
+    assert "of another one in which this device was not" in result.receipts[2].reason
 
 
 async def test_the_device_with_most_examples_may_be_lost_between_the_sums(opened):
@@ -229,13 +380,12 @@ async def test_ranges_that_one_device_makes_too_narrow_are_used_once(opened):
 
     def join_with_all(attempt, vector, *more):
         if attempt.config.whole:
-            attempt.advertise_keys = functools.partial(lying, attempt, attempt.advertise_keys)
+            attempt.encode = functools.partial(lying, attempt, attempt.encode)
         return join(attempt, vector, *more)
 
-    def lying(attempt, advertise_keys, *args, **kwargs):
-        keys = advertise_keys(*args, **kwargs)
+    def lying(attempt, encode, *args, **kwargs):
+        encode(*args, **kwargs)
         attempt._encoded.vector[:SIZE] += narrow - torch.tensor(honest)
-        return keys
 
     secure.join = join_with_all
     ranges = RangeLog()
