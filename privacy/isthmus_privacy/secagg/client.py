@@ -68,11 +68,11 @@ class NextSecrets:
     def __init__(self) -> None:
         """Draw the secrets."""
         self.seed = bytearray(os.urandom(shamir.SECRET_BYTES))
-        """Of the self-mask."""
+        """Seed of the self-mask in that sum."""
         self.secret = os.urandom(shamir.SECRET_BYTES)
         """The client's parts of masks follow from it, and it encrypts those that it receives."""
         self.sent: dict[int, bytes] = {}
-        """Its parts, by the neighbour."""
+        """Parts of masks that the client has sent, by the neighbour."""
         self.received: dict[int, bytes] = {}
         """The parts from clients that have drawn it as neighbour."""
         self.share_pairs: dict[int, bytearray] = {}

@@ -66,7 +66,7 @@ MAX_NEXT_PARTS_BYTES = SEALING_BYTES + PART_BYTES * MAX_CLIENTS
 COMMITMENT_BYTES = 32
 
 SEALED_FOR_TWO_BYTES = SEALED_BYTES + COMMITMENT_BYTES + PART_BYTES + 2 * SHARE_BYTES
-"""The same for each of two sums, with a commitment to the part of the mask in the next one."""
+"""A part and two shares for each of two sums, with a commitment to the part in the next one."""
 
 
 class Stage(enum.IntEnum):
@@ -256,7 +256,7 @@ class Inbox(Message):
 
 @dataclasses.dataclass(frozen=True)
 class InboxForTwo(Inbox):
-    """The same with shares of the secrets of two sums."""
+    """An inbox with shares of the secrets of two sums."""
 
     TAG = "inbox-for-two"
     FIELDS = {**Inbox.FIELDS, "sealed": items(row(NUMBER, exactly(SEALED_FOR_TWO_BYTES)))}
@@ -297,7 +297,7 @@ class MaskedInput(Message):
 
 @dataclasses.dataclass(frozen=True)
 class MaskedInputForTwo(MaskedInput):
-    """The same with what the server needs if the client is lost in the next sum."""
+    """A masked input with what the server needs if the client is lost in the next sum."""
 
     TAG = "masked-input-for-two"
     FIELDS = {**MaskedInput.FIELDS, "next_parts": blob(MAX_NEXT_PARTS_BYTES)}

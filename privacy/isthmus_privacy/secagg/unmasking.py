@@ -113,7 +113,7 @@ class UnmaskingInput:
 
 @dataclasses.dataclass(frozen=True)
 class NextUnmaskingInput(UnmaskingInput):
-    """The same for the next sum of a set-up for two; share owners are who is in the first one."""
+    """Data for unmasking the next sum of a set-up for two: share owners are in the first one."""
 
     next_parts: Mapping[int, bytes]
     """Share owner to the parts of masks that it has received, encrypted with its secret."""

@@ -1,4 +1,4 @@
-"""Two sums with one set-up: each is exact whoever is lost when, and neither opens the other."""
+"""Two sums with one set-up: both are exact if clients are lost, and neither opens the other."""
 
 import functools
 import itertools
