@@ -312,7 +312,7 @@ SET_UP_FORGERIES = {
     ),
     "another set-up": (_other_bytes("set_up", 60), "signed for another sum"),
     "a configuration after another": (_other_bytes("config", -1), "signed for another sum"),
-    "another configuration": (_other_bytes("config", 60), "not of its roster"),
+    "another configuration": (_other_bytes("config", -95), "not of its roster"),
     "another roster": (_other_bytes("roster", -70), "has not signed the configuration"),
     "a set-up that is not needed": (
         _edit("sum", lambda c: c.update(config=c["set_up"])),

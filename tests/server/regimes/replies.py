@@ -85,9 +85,9 @@ MISBEHAVIOURS = {
     "huge": (updating([0, 0, 1e7]), "rejected", "its update of 'weight' is out of range"),
     "no weight": (updating(examples=0), "rejected", "its weight=0 does not fit"),
     "too much weight": (
-        updating(examples=2**63),
+        updating(examples=2**53),
         "rejected",
-        "its weight=9223372036854775808 d",
+        "its weight=9007199254740992 does",
     ),
     "no loss": (
         updating(training={"loss": torch.nan}),

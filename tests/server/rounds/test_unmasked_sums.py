@@ -285,17 +285,16 @@ def say_unusable(device, number):
     def lying_join(attempt, *args):
         if not attempt.config.whole:
             lies.append(attempt.config.attempt)
-            attempt.advertise_keys = functools.partial(lying, attempt, attempt.advertise_keys)
+            attempt.encode = functools.partial(lying, attempt, attempt.encode)
         return join(attempt, *args)
 
-    def lying(attempt, advertise_keys, *args, examples, **kwargs):
-        keys = advertise_keys(*args, examples=examples, **kwargs)
+    def lying(attempt, encode, *args, examples, **kwargs):
+        encode(*args, examples=examples, **kwargs)
         config = attempt.config
         weight = config.size  # then the share of clipped elements, and the figures
         slot = weight + 2 + config.slots.index(UNUSABLE)
         attempt._encoded.vector[weight] -= number * examples
         attempt._encoded.vector[slot] += number
-        return keys
 
     secure.join = lying_join
     return lies
