@@ -35,6 +35,8 @@ SENDERS = {
     "the files of a checkpoint": 1,
     "the end of a checkpoint": 0,
     "the outputs of a stage": 0,
+    "parameters of stages": 1,
+    "optimizers of stages": 1,
     "models without memory": 1,
     "experts": 1,
 }
@@ -60,9 +62,12 @@ def test_a_pickle_in_place_of_a_message_ends_the_rank_and_executes_nothing(
     about: str, make_setup: Any, start_setup: Any, tmp_path: Path
 ) -> None:
     mark = tmp_path / "executed"
+    pipeline = {"pipeline_parallel": 2, "zero_stage": 0}
     layouts = {
         "gradients": {"tensor_parallel": 2},
-        "the outputs of a stage": {"pipeline_parallel": 2, "zero_stage": 0},
+        "the outputs of a stage": pipeline,
+        "parameters of stages": pipeline,
+        "optimizers of stages": pipeline,
         "experts": {"expert_parallel": 2},
     }
     if about == "models without memory":
