@@ -276,9 +276,11 @@ def _has_gradient(value: Any) -> bool:
 def _direction(output: torch.Tensor, at: int) -> torch.Tensor:
     """A fixed gradient of an output, the same for a whole and for a sharded model."""
     generator = torch.Generator().manual_seed(at)
-    # Not normally distributed numbers, of which `FixedDraws` makes zeros.
+    # Not normally distributed numbers, of which `FixedDraws` makes zeros. Nor signs alone: those of
+    # two examples would cancel in the gradient of a bias, which then says nothing.
     signs = torch.randint(2, output.shape, generator=generator) * 2 - 1
-    return signs.to(output.device, output.dtype)
+    sizes = torch.randint(256, 769, output.shape, generator=generator) / 512
+    return (signs * sizes).to(output.device, output.dtype)
 
 
 def _take_gradient(name: str, found: dict[str, Gradient], parameter: torch.Tensor) -> None:

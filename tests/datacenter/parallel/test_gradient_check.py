@@ -80,6 +80,15 @@ def test_a_pass_leaves_the_model_as_it_was(model: _Model) -> None:
     assert record(model) == recorded
 
 
+@pytest.mark.parametrize("outputs", range(1, 7))
+def test_a_bias_of_few_outputs_has_a_gradient(outputs: int) -> None:
+    """That of two examples is the sum of two given gradients, which would cancel if alike."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
+    names = {name: name for name, _ in model.named_parameters()}
+    recorded = record_gradients(model, model, names, (ROWS,), [], differentiable_inputs=False)
+    assert recorded.gradients["2.bias"].norm > 0.01
+
+
 def test_projections_tell_the_size_of_a_difference(model: _Model) -> None:
     first = record(model)
     with torch.no_grad():
