@@ -105,7 +105,7 @@ def ninety(count: int) -> float:
     The quantile of Student's distribution, by its expansion around that of the normal one.
 
     >>> [round(ninety(count), 2) for count in (3, 6, 200)]
-    [2.88, 2.02, 1.65]
+    [2.88, 2.01, 1.65]
     """
     normal = NORMAL_NINETY
     free = float(count - 1)
