@@ -209,7 +209,9 @@ class NextRound(ProtocolRound):
                 self.clients[name] = self.client(name)
         self.clients = dict(sorted(self.clients.items()))
         self.roster = first.roster
-        self.plain, self.masked, self.revealed = {}, {}, {}
+        self.plain = {}
+        self.masked = {}
+        self.revealed = {}
 
     def client(self, name):
         """The session of a client after that of the first sum."""

@@ -240,7 +240,7 @@ def _steps_of_whole(
         whole = {name: nn.Parameter(each.clone()) for name, each in values.items()}
         try:
             _take_steps(factory, whole, gradients, lambda optimizer: None)
-        except Exception:
+        except Exception:  # an optimizer's own, which may take float32 only
             if dtype is torch.float32:
                 raise
         else:

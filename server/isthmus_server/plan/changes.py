@@ -92,7 +92,8 @@ class ChangedPlan:
 
 def _other_steps(sides: Sides, before: Sides) -> list[str]:
     """A clause on a step that has other examples than that of the job as it is; or none."""
-    ranks, own = sides.datacenter, before.datacenter
+    ranks = sides.datacenter
+    own = before.datacenter
     if ranks is None or own is None or ranks.examples == own.examples:
         return []
     return [f"a step of the ranks has {ranks.examples:,} examples, and not {own.examples:,}"]

@@ -121,7 +121,8 @@ def secrets_known(protocol):
             for name, message in protocol.revealed.items()
             if owner in dict(message.shares)
         ]
-        points, shares = [each[0] for each in holders], [each[1] for each in holders]
+        points = [each[0] for each in holders]
+        shares = [each[1] for each in holders]
         known[owner] = reconstructed(shares, points, threshold)
     return known
 
