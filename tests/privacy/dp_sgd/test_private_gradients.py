@@ -369,7 +369,8 @@ class Reversible(Recomputed):
         self.first = nn.Linear(6, 6)
         self.elsewhere = [nn.Linear(6, 8)] if hidden else []
         for each in self.elsewhere:
-            each.weight, each.bias = self.layers[0].weight, self.layers[0].bias
+            each.weight = self.layers[0].weight
+            each.bias = self.layers[0].bias
 
     def forward(self, inputs):
         layer = self.elsewhere[0] if self.elsewhere else self.layers

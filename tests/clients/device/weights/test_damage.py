@@ -190,7 +190,7 @@ async def test_requests_at_the_same_time_read_a_file_once(device, job, pull, add
 
     def slow(path):
         read.append(path)
-        time.sleep(0.3)
+        time.sleep(0.3)  # in which the others would read it, too
         return real(path)
 
     monkeypatch.setattr(store_module, "hash_of", slow)
