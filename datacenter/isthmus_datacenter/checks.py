@@ -63,7 +63,24 @@ def check(job: Job, task: Task, base: Path) -> str:
         buffers = OwnBuffers(whole)
         step = Command(op="train_steps", run_id="check", from_step=0, until_step=1)
         train_round(engine, step, lambda _: None, lambda: ControlSignal.CONTINUE)
-        return f"one training batch of the datacenter{buffers.in_words(whole)}"
+        found = f"one training batch of the datacenter{buffers.in_words(whole)}"
+        return found + _not_tried(job)
+
+
+def _not_tried(job: Job) -> str:
+    """How the model is divided over ranks, of which one has tried it whole, a clause."""
+    section = job.datacenter
+    degrees = {
+        key: getattr(section, key)
+        for key in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    }
+    divided = ", ".join(f"{key}={degree}" for key, degree in degrees.items() if degree > 1)
+    if not divided:
+        return ""
+    return (
+        f" as a whole: whether {divided} can divide the model is found when the run opens, or "
+        "before it by --memory"
+    )
 
 
 def _given_dims(job: Job) -> ParallelDims | None:

@@ -3,8 +3,12 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tests.datacenter.conditional_tasks import Regression
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from isthmus.errors import TaskError
 
 WIDTH = 8
 
@@ -142,3 +146,77 @@ class _Counting(nn.Module):
             self.calls += 1
         output: torch.Tensor = hidden + self.layer(hidden) * (self.calls / (self.calls + 3))
         return output
+
+
+class Remembering(Regression):
+    """Blocks that keep something of each call in training, as an attribute, and use it.
+
+    The setting `kind` says what it is: a number, a tensor, a list, a dict, or a table that is made
+    in the first call, which is the same then.
+    """
+
+    def model(self) -> nn.Module:
+        blocks = (_Remembering(self.settings["kind"]) for _ in range(2))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 1))
+
+
+class _Remembering(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.kind = kind
+        self.calls = 0
+        self.mean = torch.zeros(WIDTH)
+        self.seen: list[int] = []
+        self.counts = {"calls": 0}
+        self.angles: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = hidden + self.down(self.up(hidden).tanh()) * self._weight(hidden)
+        return output
+
+    def _weight(self, hidden: torch.Tensor) -> Any:
+        if not self.training:
+            return 1.0
+        if self.kind == "number":
+            self.calls += 1
+            return 1 / self.calls
+        if self.kind == "tensor":
+            self.mean.mul_(0.7).add_(hidden.detach().mean(0))
+            return self.mean
+        if self.kind == "list":
+            self.seen.append(len(hidden))
+            return 1 / len(self.seen)
+        if self.kind == "dict":
+            self.counts["calls"] += 1
+            return 1 / self.counts["calls"]
+        if self.angles is None:
+            self.angles = torch.linspace(0.5, 1.5, WIDTH)
+        return self.angles
+
+
+class RefusedApart(Regression):
+    """Refused by the second rank only, where the setting `where` says."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+        )
+        model.register_forward_pre_hook(lambda module, _: self._refuse_in_forward(module))
+        return model
+
+    def shard_units(self, model: nn.Module) -> None:
+        self._refuse("shard_units")
+
+    def tensor_parallel_plan(self, model: nn.Module) -> None:
+        self._refuse("tensor_parallel_plan")
+
+    def _refuse_in_forward(self, module: nn.Module) -> None:
+        if any(isinstance(each, DTensor) for each in module.parameters()):
+            self._refuse("sharded")
+        self._refuse("training" if module.training else "forward")
+
+    def _refuse(self, where: str) -> None:
+        if self.settings["where"] == where and dist.get_rank() == 1:
+            raise TaskError(f"no model for {where}")

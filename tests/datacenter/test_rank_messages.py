@@ -26,6 +26,7 @@ SENDERS = {
     "means": 1,
     "positions": 0,
     "gradients": 1,
+    "refusals of a model": 1,
     "the calls of modules": 1,
     "the directory of a checkpoint": 0,
     "the newest checkpoint": 0,

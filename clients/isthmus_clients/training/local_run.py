@@ -80,7 +80,7 @@ def _build(
 
 def _check_wanted(stopped: Callable[[], bool]) -> None:
     if stopped():
-        raise TaskInterrupted("the server no longer wants the update of this round")
+        raise TaskInterrupted(TaskInterrupted.GIVEN_UP)
 
 
 class DeviceRun:

@@ -91,6 +91,9 @@ def attempted(what: str, work: Callable[[], _Result]) -> _Result | None:
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - it is logged, and must not reach the server
+        if _is_given_up(error):
+            log.info("%s was stopped: the server has given the round up", what)
+            raise DetailsWithheld from None
         if may_be_of_server(error):
             _log_failure(f"{what} failed", error)
             raise DetailsWithheld from None
@@ -206,10 +209,17 @@ def _told(error: Exception | None) -> str:
     return str(error) if isinstance(error, IsthmusError) else f"{type(error).__name__}: {error}"
 
 
+def _is_given_up(error: Exception) -> bool:
+    return isinstance(error, TaskInterrupted) and error.is_given_up
+
+
 def _log_failure(what: str, error: Exception) -> None:
     """Log a failure for the owner, with the lines of the task that led to it."""
     if not isinstance(error, IsthmusError):
         log.error("%s", what, exc_info=error)
+        return
+    if _is_given_up(error):
+        log.info("%s: %s", what, error)
         return
     because = ", because of its task" if isinstance(error, TaskError) else ""
     log.error("%s%s: %s", what, because, error)

@@ -28,7 +28,8 @@ class Worker(Protocol):
         """Execute a request. `model` is the filled buffer from `buffer`; the worker may keep it.
 
         Returns the reply (the caller fills in its id) and its blob, which must not change until
-        `acknowledged` is called. An `IsthmusError` becomes a `Failure` reply with its message.
+        `acknowledged` is called. A blob without a SHA-256 is named by the link; in the same process
+        there must be one. An `IsthmusError` becomes a `Failure` reply with its message.
         """
         ...
 

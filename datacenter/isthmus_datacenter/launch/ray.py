@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
+from isthmus.extras import install_line
 from isthmus.identity.tls import split_address
 from isthmus.system.private_files import make_state_directory, write_private_file
 from isthmus_datacenter.launch import (
@@ -78,7 +79,7 @@ class RayLauncher:
         group = _group(launch, script)
         if importlib.util.find_spec("ray") is None:
             raise UserError(
-                "--scheduler ray needs Ray, which is not installed; pip install 'isthmus[ray]'"
+                f"--scheduler ray needs Ray, which is not installed; {install_line('ray')}"
             )
         from isthmus_datacenter.launch.ray_driver import run_group
 

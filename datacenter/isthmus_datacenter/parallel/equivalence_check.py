@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from isthmus.errors import TaskError
+from isthmus.task.scoring.kept_values import KeptValues
 
 StageTrace = tuple[tuple[Any, ...], Any]
 """Inputs and output of one stage, for the sample."""
@@ -21,6 +22,8 @@ StageTrace = tuple[tuple[Any, ...], Any]
 RunModule = Callable[..., Any]
 """Calls a module with inputs, as `run_in_eval_mode` does."""
 
+LEFT_OTHERS = "other ranks may be waiting for this one in an exchange"
+"""Note of an error that came up while ranks exchanged parts of a model."""
 _STAGES_TOLERANCE = 1e-4
 """Relative difference allowed between a model and its stages, which compute in the same order."""
 _SHARDING_TOLERANCE = 1e-3
@@ -40,14 +43,17 @@ class PartitionError(TaskError):
 def run_in_eval_mode(model: nn.Module, *inputs: Any) -> Any:
     """Return the output of a module in evaluation mode, without gradients.
 
-    The modules' modes and the state of the random number generators are restored.
+    The modules' modes, what they keep in attributes and the state of the random number generators
+    are restored.
     """
     modes = {module: module.training for module in model.modules()}
+    kept = KeptValues(modes)
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return model(*inputs)
     finally:
+        kept.undo()
         for module, training in modes.items():
             module.training = training
 
@@ -106,6 +112,25 @@ def check_sharded(module: nn.Module, trace: StageTrace, device: torch.device) ->
             "the model gives another output than whole",
             "correct the task's tensor_parallel_plan(model), or give it one",
         )
+
+
+@contextlib.contextmanager
+def while_exchanging() -> Iterator[None]:
+    """Within it ranks exchange parts of a model; a refusal gets the note `LEFT_OTHERS`."""
+    try:
+        yield
+    except TaskError as error:
+        error.add_note(LEFT_OTHERS)
+        raise
+
+
+def has_left_others(error: BaseException | None) -> bool:
+    """Whether an error, or what has caused it, came up while ranks exchanged parts of a model."""
+    while error is not None:
+        if LEFT_OTHERS in getattr(error, "__notes__", ()):
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextlib.contextmanager

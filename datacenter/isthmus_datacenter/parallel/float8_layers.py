@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from isthmus.errors import TaskError
+from isthmus.extras import install_line
 
 _CAPABILITY = (8, 9)
 """The least compute capability with products of float8: Ada Lovelace; Hopper has 9.0."""
@@ -51,7 +52,8 @@ def _torchao() -> Any:
         import torchao.float8
     except ImportError:
         raise TaskError(
-            "datacenter.float8 needs the package torchao on all ranks; install isthmus[float8]"
+            "datacenter.float8 needs the package torchao on all ranks, which is not installed; "
+            f"{install_line('float8')}"
         ) from None
     return torchao.float8
 

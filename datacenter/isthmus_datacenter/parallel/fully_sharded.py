@@ -212,7 +212,7 @@ def wrap_unit(unit: nn.Module, number: int, dims: ParallelDims, backend: Any) ->
         keep_products = dims.checkpoint_activations == "operators"
         # With other positions, or tokens, each rank may call other layers of a block.
         to_end = dims.shares_positions or dims.expert > 1
-        recompute(unit, keep_products=keep_products, to_end=to_end)
+        recompute(unit, keep_products=keep_products, to_end=to_end, compares=True)
 
 
 def _calling(unit: nn.Module) -> Callable[..., Any]:

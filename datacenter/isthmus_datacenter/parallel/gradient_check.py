@@ -33,6 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map
 
+from isthmus.task.scoring.host_generators import HostGenerators
+from isthmus.task.scoring.kept_values import KeptValues
 from isthmus.task.scoring.recomputation import recompute
 from isthmus_datacenter.parallel.equivalence_check import PartitionError
 from isthmus_datacenter.parallel.given_values import Read, values_while_called
@@ -389,19 +391,28 @@ def _read_nonzero(
 
 @contextlib.contextmanager
 def in_training(module: nn.Module) -> Iterator[None]:
-    """Within it the module trains; its modes, buffers and the random generators are restored."""
+    """Within it the module trains; what it keeps and the random generators are restored.
+
+    It keeps modes, buffers, and what is in attributes (`KeptValues`).
+    """
     modes = {each: each.training for each in module.modules()}
+    kept = KeptValues(modes)
     buffers = [(each, each.detach().clone()) for each in module.buffers()]
     on_device = any(each.device.type == "cuda" for each in module.parameters())
     devices = [torch.cuda.current_device()] if on_device else []
+    drawn = HostGenerators.now()
     try:
         module.train()
+        # As PyTorch's: ranks that skip other blocks would wait for each other without an end.
+        HostGenerators.seed(0)
         with torch.enable_grad(), torch.random.fork_rng(devices):
             torch.default_generator.manual_seed(0)
             if on_device:
                 torch.cuda.manual_seed(0)
             yield
     finally:
+        drawn.restore()
+        kept.undo()
         for each, training in modes.items():
             each.training = training
         with torch.no_grad():

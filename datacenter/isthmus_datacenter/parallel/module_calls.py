@@ -27,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.errors import TaskError
+from isthmus.task.scoring.kept_values import KeptValues
+from isthmus.task.scoring.recomputation import watch_repeats
 from isthmus_datacenter.rank_messages import RankMessages
 
 log = logging.getLogger(__name__)
@@ -445,6 +447,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore what a forward pass may change: modes, buffers and attributes of the modules."""
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
+    kept = KeptValues(modules)
     buffers = [
         (module._buffers, name, buffer, None if buffer is None else buffer.clone())
         for module in modules
@@ -456,6 +459,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for module, before in zip(modules, attributes, strict=True):
             vars(module).clear()
             vars(module).update(before)
+        kept.undo()
         with torch.no_grad():
             for table, name, buffer, values in buffers:
                 table[name] = buffer
@@ -485,6 +489,7 @@ class CallOrder:
         root.register_forward_hook(lambda *_: self._finish())
         for index, unit in enumerate(calls.units):
             unit.register_forward_pre_hook(self._called(index), prepend=True)
+        watch_repeats(root, self._begin_call)
 
     def _begin(self) -> None:
         if _recomputes():
@@ -505,6 +510,20 @@ class CallOrder:
     def _finish(self) -> None:
         if self._expected is not None and not _recomputes() and self._next < len(self._expected):
             self._refuse(self._expected[self._next])
+
+    def _begin_call(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Note where a call begins, whose repetition has to call the same units from there on."""
+        begin = self._next
+
+        @contextlib.contextmanager
+        def repeat() -> Iterator[None]:
+            end = self._next
+            self._next = begin
+            yield
+            if self._expected is not None and self._next < end:
+                self._refuse(self._expected[self._next])
+
+        return repeat
 
     def _refuse(self, index: int) -> None:
         self._expected = None

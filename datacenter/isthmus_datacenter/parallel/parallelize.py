@@ -18,9 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
-from isthmus.errors import TaskError
+from isthmus.errors import TaskError, UserError
 from isthmus.task import Task, user_code
 from isthmus.task.scoring.blocks import default_units
+from isthmus.task.scoring.host_generators import seeded
+from isthmus.task.scoring.kept_values import first_difference, numbers_kept
 from isthmus.tensors.structure import Structure
 from isthmus_datacenter.parallel.built_parameters import BuiltParameters, refuse_kept_views
 from isthmus_datacenter.parallel.context_parallel import SharesAttention, context_plan
@@ -32,6 +34,7 @@ from isthmus_datacenter.parallel.equivalence_check import (
     first_line,
     on_device,
     run_in_eval_mode,
+    while_exchanging,
 )
 from isthmus_datacenter.parallel.expert_parallel import (
     are_alike,
@@ -78,11 +81,13 @@ from isthmus_datacenter.parallel.sequence_parallel import ChecksCalls
 from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan, resolve_plan
 from isthmus_datacenter.parallel.tensor_styles import apply_style
 from isthmus_datacenter.parallel.unfilled_model import UnfilledModel
+from isthmus_datacenter.rank_messages import TEXT_CHARACTERS, RankMessages
 
 _REMEDY_FOR_EXPERTS = (
     "ranks exchange tokens when all of them call the experts, in each micro-batch; set "
     "expert_parallel = 1"
 )
+_REFUSALS: RankMessages[str | None] = RankMessages("refusals of a model", str | None)
 SMALLEST_UNIT = 1 << 16
 """Parameters below which a block is gathered with the root: a separate all-gather costs more."""
 SMALLEST_PART = 1 << 19
@@ -135,7 +140,8 @@ def parallelize(
     # By identity, so before anything below replaces a parameter by its shard.
     names = ParameterNames.of(model)
     built = BuiltParameters.of(model)
-    with user_code("shard_units()"):
+    together = _refused_together if compared and dims.ranks > 1 else contextlib.nullcontext
+    with together(), user_code("shard_units()"):
         task_units = task.shard_units(model)
     fully_shards = dims.applies_fully_shard(device.type)
     shared_calls = None
@@ -147,7 +153,7 @@ def parallelize(
             try_batch = unfilled.trying(try_batch)
     run = run_in_eval_mode if unfilled is None else unfilled.run_in_eval_mode
     flop_counter = FlopCounterMode(display=False)
-    with _agreed(unfilled):
+    with together(), _agreed(unfilled):
         # A pipeline's stages call all their blocks, as was compared with the whole model.
         if fully_shards and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
             parts = saves_memory and unfilled is not None and _may_gather_parts(dims, device)
@@ -268,6 +274,28 @@ def _agreed(unfilled: UnfilledModel | None) -> contextlib.AbstractContextManager
         NeedsWholeModel: that was not possible on some rank.
     """
     return contextlib.nullcontext() if unfilled is None else unfilled.agreed()
+
+
+@contextlib.contextmanager
+def _refused_together() -> Iterator[None]:
+    """Within it each rank looks at the model by itself; all ranks leave it together.
+
+    A rank that refuses the model would otherwise keep the others waiting where they exchange
+    something next.
+
+    Raises:
+        TaskError: some rank refuses it; with the sentence of the first one.
+    """
+    refusal: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        refusal = error
+    texts = _REFUSALS.all_gather(None if refusal is None else str(refusal)[:TEXT_CHARACTERS])
+    if refusal is not None:
+        raise refusal
+    if (first := next((each for each in texts if each is not None), None)) is not None:
+        raise TaskError(first)
 
 
 # -- units ----------------------------------------------------------------------------------------
@@ -456,9 +484,12 @@ def _check_calls_change_nothing(
 ) -> None:
     """Refuse a model that counts its calls in training, of which micro-batches are more.
 
+    An attribute that each call fills with the same, such as a table that is made when it is
+    needed, counts nothing.
+
     Raises:
-        TaskError: a buffer changes, such as the vectors of spectral norm; or a parameter does that
-            is gathered for each pass.
+        TaskError: a buffer changes, such as the vectors of spectral norm, or what is kept in an
+            attribute; or a parameter does that is gathered for each pass.
     """
     versions = {name: each._version for name, each in called.named_parameters()}
     before = {name: each.clone() for name, each in called.named_buffers()}
@@ -468,12 +499,17 @@ def _check_calls_change_nothing(
         torch.no_grad(),
         contextlib.nullcontext() if unfilled is None else unfilled.called_in_parts(called),
     ):
-        called(inputs)
+        with seeded(0):
+            called(inputs)
         changed = [
             name
             for name, each in called.named_buffers()
             if name in before and not torch.equal(each, before[name])
         ]
+        kept = numbers_kept(called)
+        with seeded(0):
+            called(inputs)
+        counted = first_difference(kept, numbers_kept(called))
     for name, each in called.named_parameters():
         if gathered and each._version != versions[name]:
             raise TaskError(changes_parameter(name.removeprefix("model.")))
@@ -481,6 +517,12 @@ def _check_calls_change_nothing(
         raise TaskError(
             f"each call of the model in training changes its buffer "
             f"{changed[0].removeprefix('model.')!r}, and a pipeline calls it for every micro-batch "
+            "instead of once; set pipeline_parallel = 1"
+        )
+    if counted is not None:
+        raise TaskError(
+            f"each call of the model in training changes its attribute "
+            f"{counted.removeprefix('model.')!r}, and a pipeline calls it for every micro-batch "
             "instead of once; set pipeline_parallel = 1"
         )
 
@@ -692,6 +734,7 @@ def _shard_stage(
     """
     inputs, _ = trace
     with (
+        _refused_together(),
         _agreed(unfilled),
         contextlib.nullcontext() if unfilled is None else unfilled.noting_failures(),
         user_code("the model's forward and backward pass on two examples"),
@@ -715,26 +758,28 @@ def _shard_stage(
         read = functools.partial(unfilled.read_shard, names, device)
     # Right after the matrices: with units compiled and sharded over the replicas, an error could
     # have other causes.
-    with contextlib.nullcontext() if read is None else values_while_called(stage, read):
-        check_sharded(called, trace, device)
-    try:
-        own = record_gradients(
-            called,
-            stage,
-            names,
-            on_device(inputs, device),
-            units,
-            differentiable_inputs=not first,
-            zeros=whole.zeros,
-            read=read,
-        )
-    except TaskError:  # has said what to change
-        raise
-    except Exception as error:
-        raise PartitionError(
-            f"the model fails in training ({first_line(error)})",
-            "give the task a tensor_parallel_plan(model) that fits it, or set tensor_parallel = 1",
-        ) from error
+    with while_exchanging():
+        with contextlib.nullcontext() if read is None else values_while_called(stage, read):
+            check_sharded(called, trace, device)
+        try:
+            own = record_gradients(
+                called,
+                stage,
+                names,
+                on_device(inputs, device),
+                units,
+                differentiable_inputs=not first,
+                zeros=whole.zeros,
+                read=read,
+            )
+        except TaskError:  # has said what to change
+            raise
+        except Exception as error:
+            raise PartitionError(
+                f"the model fails in training ({first_line(error)})",
+                "give the task a tensor_parallel_plan(model) that fits it, or set tensor_parallel "
+                "= 1",
+            ) from error
     drawing = drawing_modules(whole.draws, own.draws)
     replicated = [
         names[name]

@@ -227,13 +227,16 @@ class UnfilledModel:
         Raises:
             NeedsWholeModel: that was not possible on some rank.
         """
+        failure: Exception | None = None
         try:
             yield
-        except Exception:  # what the code of the task raised, or others made of it on the way
+        except Exception as error:  # noqa: BLE001 - what the code of the task raised, or others of it
             if self._called:
-                raise
+                failure = error
         if not on_all_ranks(self._called):
             raise NeedsWholeModel
+        if failure is not None:
+            raise failure
 
     @torch.no_grad()
     def fill(

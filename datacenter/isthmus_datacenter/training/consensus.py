@@ -12,6 +12,7 @@ from isthmus.errors import UserError
 from isthmus.task.scoring import Averages
 from isthmus.task.scoring.units import UNUSABLE_WEIGHTS
 from isthmus_datacenter.messages import ControlSignal
+from isthmus_datacenter.parallel.equivalence_check import has_left_others
 from isthmus_datacenter.parallel.model_shard import local
 from isthmus_datacenter.rank_messages import TEXT_CHARACTERS, RankMessages
 
@@ -32,7 +33,8 @@ class StoppedError(ConsensusError):
 class fail_together:  # noqa: N801 - used as a statement
     """Context manager for code that each rank runs separately: afterwards all continue or all fail.
 
-    All ranks enter it together.
+    All ranks enter it together. An error with the note that others may wait for this rank is
+    raised on it alone: it ends, and they with it.
 
     Raises:
         ConsensusError: some rank raised a `UserError`; the message is that of the first such rank.
@@ -44,6 +46,8 @@ class fail_together:  # noqa: N801 - used as a statement
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # Not the user's: the rank ends, the others notice, and the command is repeated on new ones.
         if error is not None and not isinstance(error, UserError):
+            return
+        if has_left_others(error):  # which cannot take part: this rank ends with its error
             return
         # Every rank takes part, with or without a failure: one that left here would keep the others
         # waiting.

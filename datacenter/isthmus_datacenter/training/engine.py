@@ -29,6 +29,7 @@ from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 from isthmus_datacenter.checkpointing.model_file import store_shards
 from isthmus_datacenter.messages import Command
 from isthmus_datacenter.parallel import auto_layout
+from isthmus_datacenter.parallel.equivalence_check import has_left_others
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
@@ -388,25 +389,31 @@ class Engine:
             return None
         if self.job.datacenter.frozen_dtype != "float32":  # which values are rounded is known then
             return None
+        first = self.placement.rank == 0
         seeded = self.placement.state / _SEEDED
         with fail_together():
             unfilled = UnfilledModel.of(self.task, self.job, self.base, self.layout, seeded)
+        if first:  # left by ranks that ended one by one
+            seeded.unlink(missing_ok=True)
         if not on_all_ranks(unfilled is not None):
             return None
         assert unfilled is not None
         values = unfilled.values
-        first = self.placement.rank == 0
         if isinstance(values, SeedValues):
             with fail_together():
                 if first:  # for all nodes, which share the directory
                     values.write(self._build_whole())
+        may_be_read = False
         try:
             return self._parallelize(unfilled.model, unfilled)
         except NeedsWholeModel:
             return None
+        except UserError as error:
+            may_be_read = has_left_others(error)
+            raise
         finally:
-            # All ranks have read it: they leave `_parallelize` together.
-            if isinstance(values, SeedValues) and first:
+            # All ranks have read it if they leave `_parallelize` together.
+            if isinstance(values, SeedValues) and first and not may_be_read:
                 seeded.unlink(missing_ok=True)
 
     def _parallelize(self, model: nn.Module, unfilled: UnfilledModel | None = None) -> ModelShard:

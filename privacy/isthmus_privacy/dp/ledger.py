@@ -322,14 +322,14 @@ class Ledger:
             delta: at which.
             plus: a further charge, which is only asked about.
         """
-        return max(each.epsilon(delta) for each in self._largest(population, plus))
+        return max(each.epsilon(delta) for each in self.largest(population, plus))
 
     def epsilon_together(self, populations: tuple[str, str], delta: float) -> float:
         """What was spent of somebody who has one member in each of two populations."""
-        first, second = map(self._largest, populations)
+        first, second = map(self.largest, populations)
         return max(one.together_with(two).epsilon(delta) for one in first for two in second)
 
-    def _largest(self, population: str, plus: Charge | None = None) -> list[Composition]:
+    def largest(self, population: str, plus: Charge | None = None) -> list[Composition]:
         """What the devices were asked for, without what another one was asked for too."""
         spent = dict(self._spent_of(population))
         if plus is not None:

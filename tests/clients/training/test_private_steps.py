@@ -44,7 +44,7 @@ def test_the_clipped_gradients_of_all_examples_are_summed(open_run):
 
 
 def test_the_noise_is_that_of_the_plan_and_never_repeats(open_run):
-    """Bounds are exceeded with a probability below 1e-6: 5 standard errors of 2 x 7,500 numbers."""
+    """Bounds are exceeded with a probability below 1e-7: 6 standard errors of 12,003 numbers."""
     multiplier = 1e4  # so much that the gradients do not matter
     wide = "def model(self):\n    return nn.Sequential(nn.Linear(4, 1500), nn.Linear(1500, 3))"
     run = open_run(*KEYS, noise(multiplier), "federated.local_steps=1", methods=wide)
@@ -52,9 +52,9 @@ def test_the_noise_is_that_of_the_plan_and_never_repeats(open_run):
     releases = [train(run, start=start)[0] / unit for _ in range(2)]  # the same round, again
     size = len(start)
     for release in releases:
-        assert abs(float(release.var()) - 1) < 5 * math.sqrt(2 / size)
-        assert abs(float(release.mean())) < 5 / math.sqrt(size)
-    assert abs(float((releases[0] * releases[1]).mean())) < 5 / math.sqrt(size)
+        assert abs(float(release.var()) - 1) < 6 * math.sqrt(2 / size)
+        assert abs(float(release.mean())) < 6 / math.sqrt(size)
+    assert abs(float((releases[0] * releases[1]).mean())) < 6 / math.sqrt(size)
 
 
 @pytest.mark.parametrize(

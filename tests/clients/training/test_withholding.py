@@ -23,6 +23,7 @@ from isthmus.task import user_code
 from isthmus_clients.training.withholding import (
     DetailsWithheld,
     attempted,
+    constant_failures,
     has_broken_accelerator,
 )
 
@@ -64,6 +65,22 @@ OF_DATA = {
 def test_what_a_server_can_cause_is_no_vector_of_zeros(what, place):
     with pytest.raises(DetailsWithheld, match="the device could not do this"):
         attempted("training", lambda: place(OF_SERVER[what]))
+
+
+def test_a_round_that_the_server_gave_up_is_no_error_of_the_task(caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(DetailsWithheld):
+        attempted("training in round 2", lambda: in_this_process(OF_SERVER["cancelled"]))
+    with pytest.raises(DetailsWithheld), constant_failures(True, on_data=True):
+        in_this_process(OF_SERVER["cancelled"])
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("INFO", "training in round 2 was stopped: the server has given the round up"),
+        (
+            "INFO",
+            "this device could not execute a request: the server no longer wants the update of "
+            "this round",
+        ),
+    ]
 
 
 @pytest.mark.parametrize("what", OF_DATA)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
+import random
 from collections import Counter
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from isthmus.errors import TaskError
-from isthmus.task.scoring.recomputation import output_policy, recompute
+from isthmus.task.scoring.recomputation import output_policy, recompute, watch_repeats
 
 
 class Counted(TorchDispatchMode):
@@ -57,7 +61,7 @@ def trained(
     with Counted() as counted:
         loss.backward()
     gradients = {name: each.grad for name, each in module.named_parameters()}
-    return {**gradients, **dict(module.named_buffers())}, counted.calls  # type: ignore[dict-item]
+    return {**gradients, **dict(module.named_buffers())}, counted.calls  # type: ignore[dict-item]  # none is None
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -149,3 +153,328 @@ def test_a_module_is_called_again_in_each_of_two_backward_passes() -> None:
         results.append([of_inputs, *of_parameters, *each.buffers()])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+class Counting(nn.Module):
+    """Scales by what it keeps of earlier calls, as an attribute of the kind that is given."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(16, 16)
+        self.calls = 0
+        self.mean = torch.zeros(16)
+        self.seen: list[int] = []
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.kind == "number":
+            self.calls += 1
+            inputs = inputs / self.calls
+        elif self.kind == "tensor":
+            self.mean = 0.5 * self.mean + inputs.detach().mean(0)
+            inputs = inputs - self.mean
+        elif self.kind == "in place":
+            self.mean.mul_(0.5).add_(inputs.detach().mean(0))
+            inputs = inputs - self.mean
+        elif self.kind == "list":
+            self.seen.append(len(inputs))
+            inputs = inputs / len(self.seen)
+        else:
+            kept = torch.rand(inputs.shape, generator=self.generator) > 0.5
+            inputs = inputs * kept
+        output: torch.Tensor = self.layer(inputs).tanh()
+        return output
+
+
+@pytest.mark.parametrize("keep_products", [False, True])
+@pytest.mark.parametrize("kind", ["number", "tensor", "in place", "list", "generator"])
+def test_what_a_module_keeps_in_attributes_changes_once_for_a_call(
+    kind: str, keep_products: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = Counting(kind)
+    again = copy.deepcopy(plain)
+    again.generator.set_state(plain.generator.get_state())
+    recompute(again, keep_products=keep_products)
+    for _ in range(3):
+        inputs = torch.randn(12, 16)
+        for module in (plain, again):
+            module.zero_grad()
+            (module(module(inputs)) ** 3).sum().backward()
+        for expected, found in zip(plain.parameters(), again.parameters(), strict=True):
+            assert expected.grad is not None
+            assert found.grad is not None
+            assert torch.equal(expected.grad, found.grad)
+    assert (plain.calls, plain.seen) == (again.calls, again.seen)
+    assert torch.equal(plain.mean, again.mean)
+    assert torch.equal(plain.generator.get_state(), again.generator.get_state())
+
+
+class Keeping(nn.Module):
+    """Scales by what it keeps where a second call does not get it back, or as a lazy buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(16, 16)
+        self.array = numpy.zeros(1)
+        self.pair = (torch.zeros(1),)
+        self.count = itertools.count(1)
+        self.hidden = [nn.BatchNorm1d(16)]
+        self.register_buffer("mean", None)
+        self.register_buffer("first", torch.ones(1))
+        self.sparse = torch.eye(16).to_sparse()
+        self.entropy = random.SystemRandom()
+        with torch.inference_mode():
+            self.table = torch.ones(16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.kind == "array":
+            self.array += 1
+            inputs = inputs / float(self.array[0])
+        elif self.kind == "pair":
+            inputs = inputs / self.pair[0].add_(1).clone()
+        elif self.kind == "count":
+            inputs = inputs / next(self.count)
+        elif self.kind == "hidden module":
+            self.hidden[0](inputs)
+            running = self.hidden[0].running_mean
+            assert running is not None
+            inputs = inputs + running
+        elif self.kind == "empty buffer":
+            now = inputs.detach().mean(0)
+            self.mean = now if self.mean is None else 0.5 * self.mean + now
+            inputs = inputs - self.mean
+        elif self.kind == "new buffer":
+            if not hasattr(self, "calls"):
+                self.register_buffer("calls", torch.zeros(1))
+            self.calls = self.calls + 1
+            inputs = inputs / self.calls
+        elif "first" in self._buffers:
+            inputs = inputs + self.first
+            del self.first
+        output: torch.Tensor = self.layer(inputs + self.table).tanh()
+        return output
+
+
+def twice(kind: str, keep_products: bool) -> None:
+    """Compare two steps of two modules with those of plain PyTorch."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Keeping(kind), Keeping(kind))
+    again = nn.Sequential(Keeping(kind), Keeping(kind))
+    again.load_state_dict(plain.state_dict())
+    for unit in again:
+        recompute(unit, keep_products=keep_products, compares=True)
+    for _ in range(3):
+        inputs = torch.randn(12, 16)
+        for module in (plain, again):
+            module.zero_grad()
+            (module(inputs) ** 3).sum().backward()
+        for expected, found in zip(plain.parameters(), again.parameters(), strict=True):
+            assert expected.grad is not None
+            assert found.grad is not None
+            assert torch.equal(expected.grad, found.grad)
+
+
+@pytest.mark.parametrize("keep_products", [False, True])
+@pytest.mark.parametrize("kind", ["empty buffer", "new buffer", "buffer that goes"])
+def test_a_buffer_may_come_and_go_in_a_call(kind: str, keep_products: bool) -> None:
+    twice(kind, keep_products)
+
+
+@pytest.mark.parametrize("keep_products", [False, True])
+@pytest.mark.parametrize("kind", ["array", "pair", "count", "hidden module"])
+def test_a_module_that_is_not_given_back_what_it_keeps_is_refused(
+    kind: str, keep_products: bool
+) -> None:
+    with pytest.raises(TaskError, match=r"a Keeping computes something else when .* = false$"):
+        twice(kind, keep_products)
+
+
+class Ending(nn.Module):
+    """Takes each scale from an iterator that has one."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.scales = iter([2.0])
+        self.error = error
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            output: torch.Tensor = self.layer(inputs * scale)
+            return output
+        raise self.error("no scale\nof two lines")
+
+
+def test_a_module_that_fails_when_it_is_called_once_more_is_refused() -> None:
+    module = Ending(IndexError)
+    recompute(module, compares=True)
+    sentence = r"a Ending fails \(IndexError: no scale\) when it is called once more .* = false$"
+    with pytest.raises(TaskError, match=sentence):
+        module(torch.randn(12, 16))
+
+
+class Collecting(nn.Module):
+    """Adds a loss to what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor, losses: Any) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs).tanh()
+        loss = (output**2).mean()
+        if isinstance(losses, list):
+            losses.append(loss)
+        elif isinstance(losses, dict):
+            losses["sum"] = losses["sum"] + loss
+        else:
+            losses.add_(loss.detach())
+        return output
+
+
+@pytest.mark.parametrize("keep_products", [False, True])
+@pytest.mark.parametrize("kind", [list, dict])
+def test_losses_that_modules_collect_in_an_argument_are_there_once(
+    kind: type, keep_products: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Collecting(), Collecting()])
+    again = copy.deepcopy(plain)
+    for module in again:
+        recompute(module, keep_products=keep_products, compares=True)
+    inputs = torch.randn(12, 16)
+    found = []
+    for modules in (plain, again):
+        hidden = inputs
+        losses = kind(sum=torch.zeros(())) if kind is dict else []
+        for module in modules:
+            hidden = module(hidden, losses)
+        total = sum(losses if kind is list else losses.values())
+        (hidden.sum() + total).backward()
+        found.append([total, *(each.grad for each in modules.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_module_that_changes_a_tensor_of_its_arguments_each_time_is_refused() -> None:
+    module = Collecting()
+    recompute(module, compares=True)
+    with pytest.raises(TaskError, match=r"a Collecting computes something else .* its inputs"):
+        module(torch.randn(12, 16), torch.zeros(()))
+
+
+def test_a_module_whose_frozen_parameters_are_held_elsewhere_is_compared() -> None:
+    module = Keeping("array")
+    module.register_parameter("frozen", nn.Parameter(torch.empty(4, device="meta"), False))
+    recompute(module, compares=True)
+    with pytest.raises(TaskError, match=r"a Keeping computes something else when "):
+        module(torch.randn(12, 16))
+
+
+def test_a_lack_of_memory_is_not_taken_for_what_the_module_keeps() -> None:
+    module = Ending(torch.OutOfMemoryError)
+    recompute(module, compares=True)
+    with pytest.raises(torch.OutOfMemoryError, match="no scale"):
+        module(torch.randn(12, 16))
+
+
+@pytest.mark.parametrize("keep_products", [False, True])
+def test_modules_within_each_other_have_the_same_bits(keep_products: bool) -> None:
+    """The inner one is not repeated by itself, within what the outer one is compared by."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), Attention(0.0))
+    again = copy.deepcopy(plain)
+    for module in (again, again[1]):
+        recompute(module, keep_products=keep_products, compares=True)
+    inputs = torch.randn(12, 16)
+    expected, _ = trained(plain, inputs)
+    found, _ = trained(again, inputs)
+    for name, each in expected.items():
+        assert torch.equal(found[name], each), name
+
+
+def test_a_module_within_another_that_is_not_given_back_what_it_keeps_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), Keeping("array"))
+    for each in (module, module[1]):
+        recompute(each, compares=True)
+    with pytest.raises(TaskError, match=r"a Sequential computes something else when "):
+        module(torch.randn(12, 16))
+
+
+def test_what_watches_calls_sees_those_of_a_repetition_from_where_the_first_began() -> None:
+    seen: list[str] = []
+    module = nn.Sequential(nn.Linear(16, 16))
+    module[0].register_forward_pre_hook(lambda *_: seen.append("call"))
+    recompute(module, compares=True)
+
+    def begin() -> Any:
+        seen.append("begin")
+        return lambda: contextlib.nullcontext(seen.append("repeat"))
+
+    watch_repeats(module, begin)
+    module(torch.randn(12, 16))
+    module(torch.randn(12, 16))
+    assert seen == ["begin", "call", "repeat", "call", "call"]
+
+
+class Doubled(nn.Module):
+    """Computes in float32, and returns float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs).double()
+        return output
+
+
+def test_outputs_of_float64_are_compared() -> None:
+    module = Doubled()
+    recompute(module, compares=True)
+    assert module(torch.randn(12, 16)).dtype is torch.float64
+
+
+def test_a_module_within_a_checkpoint_of_the_task_has_the_same_bits() -> None:
+    """It counts the tensors that are kept, and repeats its own call without the comparison."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    again = copy.deepcopy(plain)
+    recompute(again, compares=True)
+    inputs = torch.randn(12, 16)
+    for module in (plain, again):
+        output = checkpoint(module, inputs, use_reentrant=False)
+        output.square().sum().backward()
+    for expected, found in zip(plain.parameters(), again.parameters(), strict=True):
+        assert expected.grad is not None
+        assert found.grad is not None
+        assert torch.equal(expected.grad, found.grad)
+
+
+class Slope(nn.Module):
+    """Returns the gradient of a layer by its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.detach().requires_grad_()
+        value = self.layer(inputs).tanh().sum()
+        (gradient,) = torch.autograd.grad(value, inputs, create_graph=True)
+        return gradient
+
+
+def test_a_module_that_computes_a_gradient_is_compared() -> None:
+    torch.manual_seed(0)
+    plain = Slope()
+    again = copy.deepcopy(plain)
+    recompute(again, compares=True)
+    inputs = torch.randn(12, 16)
+    for module in (plain, again):
+        module(inputs).square().sum().backward()
+    assert plain.layer.weight.grad is not None
+    assert again.layer.weight.grad is not None
+    assert torch.equal(again.layer.weight.grad, plain.layer.weight.grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from isthmus import TaskError
 from isthmus.task.scoring import build_model
 from isthmus_datacenter.parallel.equivalence_check import run_in_eval_mode
+from isthmus_datacenter.parallel.fully_sharded import wrap_unit
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 
@@ -62,3 +64,26 @@ def test_a_parameter_without_elements_is_refused(
     dims = ParallelDims(ranks=2, zero_stage=stage, precision=precision)
     with pytest.raises(TaskError, match=r"^parameter 'extra' has no elements .* and its gradient"):
         parallelize(task, model, dims, 0, torch.device("cpu"), sample=list)
+
+
+class Counting(nn.Module):
+    """Keeps its number of calls in an array of NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = numpy.zeros(1)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        output: torch.Tensor = self.layer(inputs / float(self.calls[0]))
+        return output
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_block_that_computes_something_else_when_it_is_recomputed_is_refused(stage: Any) -> None:
+    unit = Counting()
+    dims = ParallelDims(ranks=2, zero_stage=stage, checkpoint_activations=True)
+    wrap_unit(unit, 0, dims, None)
+    with pytest.raises(TaskError, match="a Counting computes something else when it is called"):
+        unit(torch.ones(2, 4))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.datacenter.conftest import DatacenterDriver
 from tests.datacenter.plain import largest_difference, train_plainly
 from torch import nn
 
 from isthmus.job import with_changes
 from isthmus.task.scoring.blocks import default_units
+from isthmus_datacenter.service.rank_group import CommandError
 
 STEPS = 4
 STAGES = (1, 3)
@@ -37,6 +40,37 @@ def test_they_train_like_in_one_process(make_setup: Any, on_ranks: Any, tmp_path
     ]
     cases += [("Shared", {"what": "activation"}, {"zero_stage": 0, "checkpoint_activations": True})]
     cases += [("Turned", {}, {"pipeline_parallel": 2, "schedule": each}) for each in SCHEDULES]
+    train_like_in_one_process(cases, make_setup, on_ranks, tmp_path)
+
+
+def test_what_blocks_keep_in_attributes_counts_each_step_once(
+    make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    """Neither calls that compare the model nor those in the backward pass are left in it."""
+    layouts: tuple[dict[str, Any], ...] = (
+        {"zero_stage": 3},
+        {"zero_stage": 0, "checkpoint_activations": True},
+        {"zero_stage": 3, "checkpoint_activations": "operators"},
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "checkpoint_activations": True},
+    )
+    cases = [
+        ("Remembering", {"kind": kind}, layout)
+        for kind in ("number", "tensor", "list", "dict", "table")
+        for layout in layouts
+        # Replicas have the means of their own examples.
+        if kind != "tensor" or "tensor_parallel" in layout
+    ]
+    cases += [("Remembering", {"kind": "table"}, {"pipeline_parallel": 2})]
+    train_like_in_one_process(cases, make_setup, on_ranks, tmp_path)
+
+
+def train_like_in_one_process(
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]],
+    make_setup: Any,
+    on_ranks: Any,
+    tmp_path: Path,
+) -> None:
     operations = []
     setups = []
     for number, (name, settings, layout) in enumerate(cases):
@@ -115,3 +149,48 @@ def test_a_count_of_calls_in_whole_numbers_is_refused_in_a_pipeline(
         assert refusal.startswith(
             "each call of the model in training changes its buffer '0.calls', and a pipeline calls"
         )
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute"),
+    [("number", "calls"), ("tensor", "mean"), ("list", "seen"), ("dict", "counts")],
+)
+def test_an_attribute_that_each_call_changes_is_refused_in_a_pipeline(
+    kind: str, attribute: str, make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    setup = setup_of(make_setup, "Remembering", {"kind": kind}, pipeline_parallel=2)
+    for (refusal,) in on_ranks(2, "refusals", [setup.open_command()], str(tmp_path)):
+        assert refusal == (
+            f"each call of the model in training changes its attribute '1.{attribute}', and a "
+            "pipeline calls it for every micro-batch instead of once; set pipeline_parallel = 1"
+        )
+
+
+@pytest.mark.parametrize(
+    ("layout", "places"),
+    [
+        ({"tensor_parallel": 2}, ["shard_units", "forward", "training", "tensor_parallel_plan"]),
+        ({"pipeline_parallel": 2}, ["shard_units", "forward", "training"]),
+        ({"zero_stage": 3}, ["shard_units"]),
+    ],
+    ids=repr,
+)
+def test_a_refusal_of_one_rank_is_that_of_all(
+    layout: dict[str, Any], places: list[str], make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    """The others would wait for it, or take its message for another one."""
+    setups = [setup_of(make_setup, "RefusedApart", {"where": each}, **layout) for each in places]
+    commands = [setup.open_command() for setup in setups]
+    for messages in on_ranks(2, "refusals", commands, str(tmp_path)):
+        assert messages == [f"no model for {each}" for each in places]
+
+
+def test_a_refusal_of_one_rank_in_an_exchange_ends_the_others(
+    make_setup: Any, warm_datacenter: DatacenterDriver
+) -> None:
+    """They wait in a collective for it, and end long before that counts as a hang."""
+    setup = setup_of(make_setup, "RefusedApart", {"where": "sharded"}, tensor_parallel=2)
+    began = time.monotonic()
+    with pytest.raises(CommandError, match=r"^no model for sharded$"):
+        warm_datacenter.open("apart", setup)
+    assert time.monotonic() - began < setup.job.time.lease_seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,11 @@ import pytest
 import torch.distributed as dist
 from tests import forked
 from tests.datacenter.conftest import wait_until
+from tests.free_ports import free_ports
 
 from isthmus_datacenter.service import agents
 from isthmus_datacenter.service.rank_group import Nodes
 from isthmus_datacenter.service.signed_store import read_key_file, write_key_file
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("has_key", [False, True])
@@ -66,7 +59,7 @@ def test_two_nodes_make_one_group(
     start_datacenter: Any, make_setup: Any, warm_datacenter: Any, tmp_path: Path
 ) -> None:
     """Two agents, one of whose ranks is killed, give the same bytes as one machine."""
-    port = free_port()
+    port = free_ports(1)
     state = ("--state", str(tmp_path / "state"))
     words = ("datacenter", "agent", "--control", f"127.0.0.1:{port}", *state)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

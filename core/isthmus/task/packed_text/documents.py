@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isthmus.errors import StorageError, TaskError
+from isthmus.extras import install_line
 
 MAX_DOCUMENT = 64 << 20
 """Bytes, or characters, of one document: it is tokenised as a whole, in memory."""
@@ -342,7 +343,7 @@ def _pyarrow(path: Path) -> Any:
         return importlib.import_module("pyarrow")
     except ModuleNotFoundError:
         raise TaskError(
-            f"{path} needs the package pyarrow, which is not installed; pip install 'isthmus[text]'"
+            f"{path} needs the package pyarrow, which is not installed; {install_line('text')}"
         ) from None
 
 

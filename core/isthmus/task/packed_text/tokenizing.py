@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import TaskError
+from isthmus.extras import install_line
 from isthmus.task.loading import user_code
 
 _SAMPLE = 'The  quick\tbrown fox, 1234567890 times;\n\n"naïve" 日本語 🙂 <|end|> __init__(x=0.5)'
@@ -93,8 +94,7 @@ def _load(path: Path) -> Any:
         library = importlib.import_module("tokenizers")
     except ModuleNotFoundError:
         raise TaskError(
-            f"{path} needs the package tokenizers, which is not installed; "
-            "pip install 'isthmus[text]'"
+            f"{path} needs the package tokenizers, which is not installed; {install_line('text')}"
         ) from None
     if not path.is_file():
         raise TaskError(f"there is no tokenizer file {path}")

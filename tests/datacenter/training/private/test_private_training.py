@@ -48,7 +48,10 @@ def test_two_ranks_sum_the_clipped_gradients_of_all_examples(make_private, warm_
 
 
 def test_the_noise_is_added_once_and_never_repeats(make_private, warm_datacenter, decode):
-    """Bounds are exceeded with a probability below 1e-6: 5 standard errors."""
+    """The noise has no seed: 7 standard errors of a mean and 8 of a variance, once in 10^9 runs.
+
+    Noise that is added twice has a variance of 2.
+    """
     noise = 1e4  # so much that the gradients do not matter
     setup = make_private(noise=noise)
     warm_datacenter.open("private-noise", setup)
@@ -61,9 +64,9 @@ def test_the_noise_is_added_once_and_never_repeats(make_private, warm_datacenter
         releases.append((decode(blob, setup.layout) - start) / unit)
     size = len(start)
     for release in releases:
-        assert abs(float(release.var()) - 1) < 5 * math.sqrt(2 / size)
-        assert abs(float(release.mean())) < 5 / math.sqrt(size)
-    assert abs(float((releases[0] * releases[1]).mean())) < 5 / math.sqrt(size)
+        assert abs(float(release.var()) - 1) < 8 * math.sqrt(2 / size) < 0.8
+        assert abs(float(release.mean())) < 7 / math.sqrt(size)
+    assert abs(float((releases[0] * releases[1]).mean())) < 7 / math.sqrt(size)
 
 
 def test_a_step_without_examples_has_noise_only(make_private, warm_datacenter, decode):
