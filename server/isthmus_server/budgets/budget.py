@@ -6,10 +6,12 @@ given back if it is certain that no device has accepted what it was asked for; s
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from isthmus.errors import JobError, RoundFailed
@@ -88,6 +90,8 @@ class PrivacyBudget:
         bound = self.plan.first_bound
         if bound is not None and clip:
             bound = dataclasses.replace(bound, bound=clip)
+        self._finding = asyncio.Lock()
+        """Is held while epsilons are found in a thread."""
         self._bound = self._moved = bound
         """The clipping bound of the next round, and that after the running one."""
         self._recount()
@@ -96,6 +100,59 @@ class PrivacyBudget:
             self._noise = ServerNoise(self.plan, directory, used=self._charged > 0)
 
     # -- what may be asked -------------------------------------------------------------------------
+
+    async def account(self, devices: Iterable[str]) -> None:
+        """Find what will be asked of the epsilon of these devices until the next attempt has ended.
+
+        In a thread, as it takes seconds, in which the event loop would answer nobody. What was
+        found is kept, so that all other methods have it at once.
+        """
+        await self._find(self._ledgers.largest() | self._to_be_asked_of(devices))
+
+    async def account_for(self, device: str) -> None:
+        """Find this for one device, before it can be chosen."""
+        await self._find(self._to_be_asked_of([device]))
+
+    async def _find(self, wanted: set[Composition]) -> None:
+        ended = threading.Event()
+
+        def find() -> None:
+            for each in wanted:
+                if ended.is_set():  # a server that ends waits for its threads
+                    return
+                each.epsilon(self.privacy.delta)
+
+        # One after the other: thousands of devices join together, and have spent the same.
+        async with self._finding:
+            try:
+                await asyncio.to_thread(find)
+            finally:
+                ended.set()
+
+    def _to_be_asked_of(self, devices: Iterable[str]) -> set[Composition]:
+        # Thousands of devices have spent the same.
+        stands = {
+            (spent, self._measurements_left(device))
+            for device in devices
+            for spent in self._ledgers.spent_by(device)
+        }
+        return {each for spent, left in stands for each in self._to_come(spent, left)}
+
+    def _to_come(self, spent: Composition, measurements: int) -> Iterator[Composition]:
+        """What a device that has spent this may have spent after the next attempt.
+
+        `measurements` are still to come.
+        """
+        trained = spent.plus(self._event)
+        yield trained
+        yield self._with(trained, measurements)
+        if self.plan.measurements:
+            yield self._with(spent, 1)
+            yield self._with(trained, 1)
+
+    def _measurements_left(self, device: str) -> int:
+        measured = self._measured[device] + self._measured_before[device]
+        return max(0, self.plan.measurements - measured)
 
     def allows(self, device: str) -> bool:
         """Whether a device may be asked for one more round."""
@@ -108,9 +165,7 @@ class PrivacyBudget:
                 return False
             if rows and self._charged - rows[-1] < self.privacy.separation:
                 return False
-        measured = self._measured[device] + self._measured_before[device]
-        to_come = max(0, self.plan.measurements - measured)
-        return self._affords(device, self._event, to_come)
+        return self._affords(device, self._event, self._measurements_left(device))
 
     def allows_measurement(self, device: str) -> bool:
         """Whether a device may be asked for one more evaluation or comparison."""

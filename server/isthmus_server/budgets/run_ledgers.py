@@ -73,6 +73,10 @@ class RunLedgers:
         """What was spent, see `Ledger.epsilon`."""
         return max(ledger.epsilon(self.population, delta, plus) for ledger in self._all)
 
+    def largest(self) -> set[Composition]:
+        """What `epsilon` is of, in all ledgers."""
+        return {each for ledger in self._all for each in ledger.largest(self.population)}
+
     def spent_by(self, device: str) -> Sequence[Composition]:
         """What one device was asked for, by ledger."""
         return [ledger.spent_by(self.population, device) for ledger in self._all]

@@ -113,12 +113,13 @@ def plan(
 
 @privacy.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--devices", is_flag=True, help="Print what was spent of each device, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def ledger(run_dir: Path, as_json: bool) -> None:
+def ledger(run_dir: Path, devices: bool, as_json: bool) -> None:
     """Verify the privacy ledger of RUN, and print what was spent, by which rounds."""
     from isthmus_server.read.report.privacy.spending import read_spending
 
-    spending = read_spending(run_dir)
+    spending = read_spending(run_dir, of_each=devices)
     if as_json:
         click.echo(json.dumps(spending.to_json(), indent=2))
         return

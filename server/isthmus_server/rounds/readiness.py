@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
+from isthmus.errors import ParticipantsMissing
 from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_server.rounds.assignment import cohort_settings
@@ -72,7 +73,12 @@ class RoundReadiness:
             stop = await self._limits.wait_for(plan)
             if stop is not None:
                 return stop
-            await self._roster.require(plan.regime)
+            try:
+                await self._roster.require(plan.regime)
+            except ParticipantsMissing as missing:
+                if self._lacks_more_than_permission(missing):
+                    raise
+                continue  # the limits know when these devices may be invited again, if ever
             # Nobody's privacy depends on the survivors of a sum: there is none.
             if plan.regime == "datacenter":
                 return plan
@@ -100,6 +106,11 @@ class RoundReadiness:
                 reason=why,
             ):
                 raise self._roster.missing(why, [link_pb2.CLIENT])
+
+    def _lacks_more_than_permission(self, missing: ParticipantsMissing) -> bool:
+        """Whether others have to come; not if enough devices are ready that may not be invited."""
+        is_of_devices = missing.roles == {link_pb2.CLIENT}
+        return not is_of_devices or len(self._roster.clients) < self._job.federated.needed
 
     def _select(
         self, round_: int, plan: Plan, model_hash: Callable[[Plan], bytes | None]

@@ -4,6 +4,7 @@ import statistics
 
 import pytest
 import torch
+from tests.server.budgets.epsilons import found_on_the_loop
 from tests.server.deployment import FaultyDevice, Killed
 from tests.server.rounds.policies import COMPARES_MODELS, write_policy
 
@@ -95,9 +96,9 @@ async def test_evaluations_are_charged_and_fit_the_budget(deployment, way):
 
 
 async def test_the_noise_of_an_evaluation_is_as_large_as_it_says(deployment):
-    """Of 60 evaluations with one model, as nothing is learned; of their deviation, within 40 %.
+    """Of 60 evaluations with one model, as nothing is learned.
 
-    The true deviation of a sample of 60 is within 31 % with a probability of 99.9 %.
+    The deviation of a sample of 60 is outside of these bounds once in 10^9 runs (chi-square).
     """
     await deployment.start(
         VALIDATES
@@ -119,7 +120,7 @@ async def test_the_noise_of_an_evaluation_is_as_large_as_it_says(deployment):
     rows = [row.metrics for row in read_report(store).rounds]
     says = rows[0]["devices_loss_noise"]
     assert 0.1 < says < 0.3
-    assert statistics.stdev(row["devices_loss"] for row in rows) == pytest.approx(says, rel=0.4)
+    assert 0.5 * says < statistics.stdev(row["devices_loss"] for row in rows) < 1.65 * says
 
 
 async def test_a_device_is_asked_for_no_more_measurements_than_their_noise_is_made_for(deployment):
@@ -210,6 +211,33 @@ async def test_a_failed_comparison_leaves_the_evaluations_what_they_need(
     store, _ = await run(deployment, "run", *WAYS[2], *EVALUATES, *more)
     assert [entry.outcome for entry in charges(store, "comparison")] == ["failed"]
     assert [entry.outcome for entry in charges(store, "evaluation")] == ["committed"] * 2
+
+
+async def test_no_epsilon_of_a_repeated_comparison_is_found_on_the_event_loop(
+    deployment, monkeypatch, tmp_path
+):
+    """An attempt that has failed has taken its part of the budget."""
+    await deployment.start(VALIDATES, NAMES)
+    work = FaultyDevice.work
+    failed = set()
+
+    async def fails_at_first(device, request, model, progress):
+        if request.WhichOneof("work") == "score" and device not in failed:
+            failed.add(device)
+            raise TaskError("the battery is empty")
+        return await work(device, request, model, progress)
+
+    monkeypatch.setattr(FaultyDevice, "work", fails_at_first)
+    source = COMPARES_MODELS.format(devices=4, models=("initial", "current"))
+    compares = write_policy(tmp_path, "compares", source)
+    more = ("privacy.epsilon=4", "privacy.measurements=5", "privacy.participations=3", compares)
+    store = deployment.create_run("run", *SETTINGS, *WAYS[2], *EVALUATES, *more)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    on_the_loop = found_on_the_loop(monkeypatch)
+    await coordinator.run()
+    outcomes = [entry.outcome for entry in charges(store, "comparison")]
+    assert outcomes == ["failed", "committed"]
+    assert on_the_loop == []
 
 
 async def killed_before_its_commit(deployment, store, round_):

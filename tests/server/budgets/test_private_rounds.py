@@ -1,5 +1,6 @@
 """Rounds with differential privacy: what is charged, whom the server asks, and when a run ends."""
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.privacy.dp.charges import charge
+from tests.server.budgets.epsilons import found_on_the_loop
 from tests.server.rounds.results import LAYOUT
 
 from isthmus.errors import UserError
@@ -23,7 +25,7 @@ from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.runs.operations.run_copies import branch_run
-from isthmus_server.storage.events import RoundCommitted, RoundPlanned
+from isthmus_server.storage.events import RoundCommitted, RoundPlanned, WaitingForParticipants
 from isthmus_server.storage.recovery import verify
 from isthmus_server.storage.store import Store
 
@@ -54,6 +56,75 @@ async def test_every_round_is_charged_and_the_report_says_what_was_spent(deploym
     assert all("loss" not in record.training["federated"] for record in report.rounds)
     spending = read_spending(store.directory)
     assert (spending.epsilon, spending.most_asked) == (spent[-1], 3)
+    assert spending.by_device is None
+    each = read_spending(store.directory, of_each=True).to_json()["by_device"]
+    alike = {"asked": 3, "epsilon": spent[-1], "shared": None}
+    assert each == [{"device": name, **alike} for name in "abc"]
+    (*_, last) = read_spending(store.directory, of_each=True).lines()
+    assert last == f"c: epsilon {spent[-1]:.4g}, asked 3 times"
+
+
+@pytest.mark.parametrize("measured", [(), ("evaluation.devices=3", "evaluation.quorum=3")])
+async def test_no_epsilon_is_found_on_the_event_loop(deployment, monkeypatch, measured):
+    """It takes seconds, in which all links of the server would stand still."""
+    await deployment.start(
+        "def validation_data(self, participant):\n"
+        "    return rows(20, seed=2)\n"
+        "def device_metrics(self):\n"
+        "    return {'loss': isthmus.Mean(0, 5)}"
+    )
+    store = deployment.create_run("run", *GAUSSIAN, PLAIN, *measured)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    on_the_loop = found_on_the_loop(monkeypatch)
+    await coordinator.run()
+    assert len(read_report(store).rounds) == 3
+    assert on_the_loop == []
+
+
+async def test_nor_of_devices_that_join_while_the_run_waits_for_them(deployment, monkeypatch):
+    await deployment.start(names=())
+    store = deployment.create_run("run", *GAUSSIAN, PLAIN, "rounds=1")
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    on_the_loop = found_on_the_loop(monkeypatch)
+    waits = asyncio.Event()
+
+    def note(event):
+        if isinstance(event, WaitingForParticipants):
+            waits.set()
+
+    coordinator.events.subscribe(note)
+    running = asyncio.create_task(coordinator.run())
+    await waits.wait()
+    for name in "abc":
+        deployment.network.dial(deployment.device(name), name)
+    await running
+    assert on_the_loop == []
+
+
+async def test_a_run_whose_devices_have_no_budget_left_ends_before_its_first_round(
+    deployment, tmp_path
+):
+    """As one does later: they would never be ready, however often a server tried it again."""
+    await deployment.start(names=())
+    populations = Populations(tmp_path / "privacy")
+    with populations.ledger("devices") as ledger:
+        ledger.reserve(charge("abc", run="another", mechanism="gaussian", rho=100.0))
+    store = deployment.create_run("run", *GAUSSIAN, PLAIN, "time.join_seconds=2")
+    coordinator = Coordinator(RunParts.of(store, deployment.link, populations=populations))
+    waits = asyncio.Event()
+    coordinator.events.subscribe(
+        lambda event: waits.set() if isinstance(event, WaitingForParticipants) else None
+    )
+    running = asyncio.create_task(coordinator.run())
+    await waits.wait()
+    for name in "abc":
+        deployment.network.dial(deployment.device(name), name)
+    await running
+    report = read_report(store)
+    assert report.rounds == []
+    assert report.reason.startswith("0 devices may be invited and the quorum is ")
+    assert "or have no privacy budget left: epsilon " in report.reason
+    assert report.reason.endswith(" is spent for good")
 
 
 @pytest.mark.parametrize("aggregation", [(), (PLAIN,)])
@@ -72,12 +143,14 @@ async def test_updates_are_clipped_and_count_the_same_and_the_server_adds_the_no
     await Coordinator(RunParts.of(store, deployment.link)).run()
     (record,) = read_report(store).rounds
     assert 0.005 < record.norms["federated"] <= 0.01
-    loud = ("privacy.clip=0.01", "privacy.noise=50", "rounds=1")
+    loud = ("privacy.clip=0.01", "privacy.noise=50", "rounds=4")
     store = deployment.create_run("loud", *GAUSSIAN, *loud, *aggregation, "seed=1")
     await Coordinator(RunParts.of(store, deployment.link)).run()
-    (record,) = read_report(store).rounds
-    expected = 50 * 0.01 / 3 * LAYOUT.size**0.5
-    assert 0.4 * expected < record.norms["federated"] < 1.8 * expected
+    squares = [record.norms["federated"] ** 2 for record in read_report(store).rounds]
+    expected = 4 * (50 * 0.01 / 3) ** 2 * LAYOUT.size
+    # Chi-square of 60 numbers: outside of these bounds once in 10^8 runs.
+    assert len(squares) == 4
+    assert 0.25 * expected < sum(squares) < 2.5 * expected
 
 
 async def test_the_clipping_bound_follows_the_updates_and_survives_a_crash(deployment):

@@ -11,6 +11,7 @@ from typing import Any
 
 from isthmus.errors import UserError
 from isthmus.job.privacy import PrivacySection
+from isthmus.printable import in_a_line
 from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerEntry, last_known
 from isthmus_server.budgets.budget import UNIT
@@ -19,6 +20,26 @@ from isthmus_server.model.summed_evaluation import TRIES
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
 from isthmus_server.storage.store import Store
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpentByDevice:
+    """What a run, and all that share its population, have spent of one device."""
+
+    device: str
+    asked: int
+    """Sums of the run that it was asked for."""
+    epsilon: float
+    shared: float | None = None
+    """Epsilon of the device by all runs that share the ledger of the population; None for a run by
+    itself."""
+
+    @property
+    def line(self) -> str:
+        """Line for a terminal."""
+        together = "" if self.shared is None else f", {self.shared:.4g} by all runs together"
+        times = "once" if self.asked == 1 else f"{self.asked} times"
+        return f"{in_a_line(self.device)}: epsilon {self.epsilon:.4g}, asked {times}{together}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,10 +63,16 @@ class Spending:
     """What was spent of the datacenter's examples, apart; None without `[datacenter.privacy]`."""
     promised: PromisedToExamples | None = None
     """To the examples of devices; None without `[federated.privacy]`."""
+    by_device: Sequence[SpentByDevice] | None = None
+    """Epsilon of each device that the run has asked; None unless it is wanted, as there may be
+    many."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the names of the devices, of which there may be many."""
+        """Everything; the names of devices only with `by_device`."""
+        by_device = self.by_device
+        named = {} if by_device is None else {"by_device": list(map(dataclasses.asdict, by_device))}
         return {
+            **named,
             "ledger": None if self.path is None else str(self.path),
             "lines": self.lines_read,
             "epsilon": self.epsilon,
@@ -103,7 +130,7 @@ class Spending:
             if isinstance(charge.event, SampledGaussian):
                 who = f"{charge.event.steps} steps of a datacenter, {charge.mechanism}"
             lines.append(f"{charge.what} {charge.round} {_attempt(charge)}: {who}, {outcome}")
-        return lines
+        return [*lines, *(each.line for each in self.by_device or ())]
 
 
 def _attempt(charge: Charge) -> str:
@@ -115,8 +142,12 @@ def _attempt(charge: Charge) -> str:
     return f"attempt {attempt}" + (f" try {tried + 1}" if tried else "")
 
 
-def read_spending(run_dir: Path) -> Spending:
+def read_spending(run_dir: Path, *, of_each: bool = False) -> Spending:
     """Verify and read the ledger of a run.
+
+    Args:
+        run_dir: of the run.
+        of_each: find the epsilon of each device, too.
 
     Raises:
         UserError: the run cannot be read, or has no differential privacy.
@@ -140,6 +171,7 @@ def read_spending(run_dir: Path) -> Spending:
     entries = list(ledger.entries.values())
     spent = [entry.charge for entry in entries if entry.is_spent]
     asked = Counter(name for charge in spent for name in charge.devices)
+    shared = None if privacy is None else _shared(run_dir, privacy)
     return Spending(
         path=path,
         lines_read=ledger.head.number,
@@ -148,22 +180,40 @@ def read_spending(run_dir: Path) -> Spending:
         delta=None if privacy is None else privacy.delta,
         entries=entries,
         most_asked=max(asked.values(), default=0),
-        shared=None if privacy is None else _shared(run_dir, privacy),
+        shared=None
+        if privacy is None or shared is None
+        else shared.epsilon(privacy.population, privacy.delta),
         examples=examples,
         promised=promised,
+        by_device=_by_device(privacy, asked, ledger, shared) if of_each and privacy else None,
     )
 
 
-def _shared(run_dir: Path, privacy: PrivacySection) -> float | None:
-    """What all runs have spent that share a population with a run; None for a run by itself.
+def _by_device(
+    privacy: PrivacySection, asked: Counter[str], ledger: Ledger, shared: Ledger | None
+) -> list[SpentByDevice]:
+    def epsilon(of: Ledger, device: str) -> float:
+        return of.spent_by(privacy.population, device).epsilon(privacy.delta)
+
+    return [
+        SpentByDevice(
+            device=name,
+            asked=asked[name],
+            epsilon=epsilon(ledger, name),
+            shared=None if shared is None else epsilon(shared, name),
+        )
+        for name in sorted(asked)
+    ]
+
+
+def _shared(run_dir: Path, privacy: PrivacySection) -> Ledger | None:
+    """The ledger of all runs that share a population with a run; None for a run by itself.
 
     Raises:
         LedgerDamaged: the ledger of the population is not the one that was written.
     """
     populations = shared_with(run_dir, privacy.population)
-    if populations is None:
-        return None
-    return populations.read(privacy.population).epsilon(privacy.population, privacy.delta)
+    return None if populations is None else populations.read(privacy.population)
 
 
 def _of_devices_alone(promised: PromisedToExamples) -> Spending:
