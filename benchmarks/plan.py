@@ -292,7 +292,11 @@ class FleetDuration:
             assert timed.seconds, timed.unknown
             train_trial(plan.job, path.parent, Path(scratch) / "run", rounds)
             real = _elapsed(Path(scratch) / "run")
-            (whole,) = (each for each in timed.figures if each.name == f"all {rounds} rounds")
+            (whole,) = (
+                each
+                for each in timed.figures
+                if each.name == f"all {rounds} rounds, nine of ten runs"
+            )
             runs = [real]
             for draws in range(1, MORE_RUNS + 1):  # devices that train nothing take as long
                 run = Path(scratch) / f"run-{draws}"

@@ -11,7 +11,7 @@ called as `time_rounds(job, base, directory, rounds, seconds)`, whose devices tr
 >>> Figure("update", 128, "bytes", EXACT, most=256).text
 '128 to 256 bytes (exact)'
 >>> Figure("step", 3.8e-05, "s", GIVEN, most=0.25).text
-'38 µs to 0.25 s (given)'
+'0.000038 to 0.25 s (given)'
 """
 
 from __future__ import annotations
@@ -64,12 +64,10 @@ class Figure:
     def text(self) -> str:
         """For a terminal."""
         if self.unit == "s":
-            ends = dict.fromkeys(seconds_text(each) for each in (self.value, self.highest))
-            units = {each.rpartition(" ")[2] for each in ends}
-            if len(units) == 1:
-                shown = " to ".join(each.rpartition(" ")[0] for each in ends)
-                return f"{shown} {units.pop()} ({self.how})"
-            return f"{' to '.join(ends)} ({self.how})"
+            most, _, unit = seconds_text(self.highest).partition(" ")
+            least = _in_unit(self.value, unit)
+            shown = most if least == most else f"{least} to {most}"
+            return f"{shown} {unit} ({self.how})"
         shown = _shown(self.value, self.unit)
         if self.most is not None and self.most != self.value:
             shown += f" to {_shown(self.most, self.unit)}"
@@ -87,6 +85,13 @@ def seconds_text(value: float) -> str:
     ('4.25 ms', '0.25 s', '0 s')
     """
     return below_a_second(value, digits=4) or f"{_shown(value, 's')} s"
+
+
+def _in_unit(value: float, unit: str) -> str:
+    """Seconds in a unit of `seconds_text`, with four digits and no power of ten."""
+    number = value / {"µs": 1e-6, "ms": 1e-3, "s": 1.0}[unit]
+    shown = _shown(number, "s")
+    return f"{number:.6f}".rstrip("0").rstrip(".") if "e-" in shown else shown
 
 
 def _shown(value: float, unit: str) -> str:

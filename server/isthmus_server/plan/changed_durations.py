@@ -20,6 +20,8 @@ from isthmus_server.strategy.learning_curves import COVERED
 _ROUNDS = ROUNDS // 4
 _REAL_SECONDS = REAL_SECONDS / 5
 """What is timed of one changed plan, of which there are several."""
+OF_DATACENTER = "a datacenter round"
+"""Name of the seconds of a round of the datacenter."""
 WITHIN_NOISE = "the noise of the timed rounds"
 """What a difference is less than, of which nothing is to be made."""
 
@@ -91,8 +93,11 @@ class Durations:
         """What failed attempts cost, by timed rounds or by the devices' dropout."""
         if sides.devices is None:
             return None
-        counted = None if timed is None else timed.failed_attempts
-        return counted or FailedAttempts.by_dropout(job)
+        if timed is None:
+            return FailedAttempts.by_dropout(job)
+        if timed.fails:  # so would a run: it has no price of all rounds
+            return None
+        return timed.failed_attempts or FailedAttempts.by_dropout(job)
 
     def _of_ranks(self, job: Job, sides: Sides) -> list[Figure]:
         ranks = sides.datacenter
@@ -100,9 +105,7 @@ class Durations:
             return []
         found = step_figures(job, ranks, self.options, self.calibration)
         return [
-            dataclasses.replace(each, name="a datacenter round")
-            for each in found
-            if each.name == ROUND
+            dataclasses.replace(each, name=OF_DATACENTER) for each in found if each.name == ROUND
         ]
 
     @staticmethod

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
+from isthmus.job.datacenter import DatacenterSection
 from isthmus.job.exchange import Compression
 from isthmus.job.planned import FAKE, Figure, PlannedRanks, RanksQuestion
+from isthmus.job.unused_layout import SHARING_KEYS
 from isthmus.task import Task
 from isthmus_server.plan.adapters import adapted_task
-from isthmus_server.plan.changed_durations import Durations, RoundsOfSides
+from isthmus_server.plan.changed_durations import OF_DATACENTER, Durations, RoundsOfSides
 from isthmus_server.plan.cost import beyond
 from isthmus_server.plan.sides import Sides
 
 OVER_SELECTION = 1.25
 """Devices that a changed plan invites for each update that is wanted."""
+_SAME_SPEED = 0.005
+"""Difference of two speeds, as a part of them, that is not told."""
 ADAPTER_RANK = 8
 """Rank of the adapters of a changed plan."""
 
@@ -45,6 +50,7 @@ class ChangedPlan:
         before: Sides,
         budget: float | None,
         times: RoundsOfSides,
+        more: Sequence[str] = (),
     ) -> ChangedPlan:
         """Pick the main figures of all sides.
 
@@ -55,6 +61,7 @@ class ChangedPlan:
             before: those of the job as it is.
             budget: of the job; None for none.
             times: of rounds of the changed job.
+            more: notes of this change.
         """
         figures = []
         refused = ""
@@ -70,7 +77,7 @@ class ChangedPlan:
         figures += sides.privacy
         cost = sides.cost[-1:]
         figures += cost
-        notes = [*_other_steps(sides, before), *times.notes]
+        notes = [*more, *_other_steps(sides, before), *times.notes]
         notes += [f"cost: {mark}" for each in cost if (mark := beyond(each, budget))]
         clients = changes.get("federated.clients")
         if clients is not None:
@@ -97,6 +104,57 @@ def _other_steps(sides: Sides, before: Sides) -> list[str]:
     if ranks is None or own is None or ranks.examples == own.examples:
         return []
     return [f"a step of the ranks has {ranks.examples:,} examples, and not {own.examples:,}"]
+
+
+def _about_one_rank(
+    sides: Sides,
+    times: RoundsOfSides,
+    before: Sides,
+    times_before: RoundsOfSides,
+    memory_gib: float | None,
+) -> list[str]:
+    """Whether one rank would do, by its memory and its time, clauses; none if neither is known.
+
+    Args:
+        sides: of the job on one rank.
+        times: of its rounds.
+        before: sides of the job as it is, on more ranks.
+        times_before: of its rounds.
+        memory_gib: of a rank; None if it is not known.
+    """
+    one = sides.datacenter
+    own = before.datacenter
+    if one is None or own is None or not one.layout.peak:
+        return []
+    found = []
+    if memory_gib is not None and one.layout.peak <= memory_gib * 2**30:
+        found.append(f"one rank is enough for the memory: its peak fits {memory_gib:.4g} GiB")
+    took, took_before = (
+        [each.value for each in of.figures if each.name == OF_DATACENTER]
+        for of in (times, times_before)
+    )
+    if took and took_before and took[0] and took_before[0]:
+        ratio = (own.examples / took_before[0]) / (one.examples / took[0])
+        found.append(_compared_with_one(ratio, own.ranks))
+    return found
+
+
+def _compared_with_one(ratio: float, ranks: int) -> str:
+    """How many examples ranks train a second, and how many one does, a clause.
+
+    >>> _compared_with_one(0.5, 4)
+    'one rank trains 2 times as many examples a second as the 4 ranks'
+
+    Args:
+        ratio: what the ranks train, by what one trains.
+        ranks: how many there are.
+    """
+    if abs(ratio - 1) < _SAME_SPEED:
+        return "one rank trains as many examples a second"
+    if ratio < 1:
+        times = f"{1 / ratio:.2g} times"
+        return f"one rank trains {times} as many examples a second as the {ranks} ranks"
+    return f"the {ranks} ranks train {ratio:.2g} times as many examples a second as one"
 
 
 def changed_plans(
@@ -138,9 +196,18 @@ def changed_plans(
             found = found.with_failed(took.failed)
         except UserError as error:
             return ChangedPlan(name=name, changes=changes, refused=str(error))
-        return ChangedPlan.of(name, changes, found, sides, job.budget, took)
+        more = []
+        if number == 1 < ranks and sides.datacenter is not None:
+            as_it_is = durations.of(job, sides)
+            more = _about_one_rank(found, took, sides, as_it_is, options.memory_of_rank)
+        return ChangedPlan.of(name, changes, found, sides, job.budget, took, more)
 
-    for name, changes, number in _changes(job, ranks, trains_there=sides.datacenter is not None):
+    found_changes = itertools.chain(
+        # Of a job without rounds of devices they would be the job as it is again.
+        _changes_of_devices(job, ranks) if sides.devices is not None else (),
+        _changes_of_ranks(job, ranks) if sides.datacenter is not None else (),
+    )
+    for name, changes, number in found_changes:
         known = sides.datacenter if number == ranks else None
         yield planned(name, changes, task, number, known)
     adapted = adapted_task(task, ADAPTER_RANK)
@@ -157,10 +224,8 @@ def _with_rate(changed: Sides, sides: Sides) -> Sides:
     return dataclasses.replace(changed, datacenter=ranks)
 
 
-def _changes(
-    job: Job, ranks: int, *, trains_there: bool
-) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Names, changed keys and numbers of ranks; `trains_there`: the job has rounds of the ranks."""
+def _changes_of_devices(job: Job, ranks: int) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Names, changed keys and numbers of ranks of changes to rounds of devices."""
     federated = job.federated
     cohorts = {"cohort x 2": 2 * federated.cohort, "cohort / 2": federated.cohort // 2}
     for name, cohort in cohorts.items():
@@ -179,14 +244,32 @@ def _changes(
         yield f"over-selection {share:g}", changes, ranks
     for bits in (2, 3, 4, 8):
         yield from _with_bits(job, ranks, bits)
-    if trains_there:
-        part = _least_divisor(ranks)
-        numbers = {"ranks x 2": 2 * ranks, f"ranks / {part}": ranks // part}
-        for name, number in numbers.items():
-            if number != ranks:
-                yield name, {"datacenter.ranks": number} if job.datacenter.ranks else {}, number
-        if job.datacenter.zero_stage != 3:
-            yield "ZeRO 3", {"datacenter.zero_stage": 3}, ranks
+
+
+def _changes_of_ranks(job: Job, ranks: int) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Names, changed keys and numbers of ranks of changes to rounds of the datacenter."""
+    part = _least_divisor(ranks)
+    numbers = {"ranks x 2": 2 * ranks, f"ranks / {part}": ranks // part}
+    for name, number in numbers.items():
+        if number != ranks:
+            yield name, {"datacenter.ranks": number} if job.datacenter.ranks else {}, number
+    alone = _on_one_rank(job)
+    is_shared = bool(alone.keys() - {"datacenter.ranks"})
+    if ranks > 1 and (ranks // part > 1 or is_shared):
+        yield "one rank", alone, 1
+    if job.datacenter.zero_stage != 3:
+        yield "ZeRO 3", {"datacenter.zero_stage": 3}, ranks
+
+
+def _on_one_rank(job: Job) -> dict[str, Any]:
+    """Keys of a job with which one rank has the whole model; ZeRO shards nothing over it."""
+    section = job.datacenter
+    found: dict[str, Any] = {"datacenter.ranks": 1} if section.ranks else {}
+    for key in SHARING_KEYS:
+        usual = DatacenterSection.model_fields[key].default
+        if key != "zero_stage" and getattr(section, key) != usual:
+            found[f"datacenter.{key}"] = usual
+    return found
 
 
 def _least_divisor(number: int) -> int:

@@ -48,8 +48,8 @@ class Compares(Protocol):
         """Seconds of a step; None if they are not known."""
         ...
 
-    def replicas(self, ranks: PlannedRanks, layout: PlannedLayout) -> tuple[int, int]:
-        """Replicas of the model in a layout, and the examples of a step of all of them."""
+    def replicas(self, ranks: PlannedRanks, layout: PlannedLayout) -> tuple[int, int, int]:
+        """Replicas of the model, examples of a step of all, and parts of a batch in turn."""
         ...
 
 
@@ -116,8 +116,10 @@ def layout_rows(plan: Compares, ranks: PlannedRanks) -> list[LayoutRow]:
     rows = []
     for key, layouts in groups.items():
         first = layouts[0]
-        replicas, examples = plan.replicas(ranks, first)
+        replicas, examples, parts = plan.replicas(ranks, first)
         text = f"{_text(layouts)}, data_parallel={replicas}"
+        if parts > 1:  # which costs time: with one global batch, fewer replicas have more of them
+            text += f", accumulate={parts}"
         if any(each.keys == ranks.layout.keys for each in layouts):
             text += OWN
         rows.append(

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
 from isthmus.job.planned import EXACT, Figure
+from isthmus.printable import counted
 from isthmus_server.plan.failed_attempts import FailedAttempts
 from isthmus_server.read.pages.templates import digits
 from isthmus_server.strategy.forecast import planned_price
+from isthmus_server.strategy.limits import PRICE_TOLERANCE
 from isthmus_server.strategy.observation import observe
 from isthmus_server.strategy.policies.fixed import Alternate, Fixed
 from isthmus_server.strategy.policies.schedule import Schedule
@@ -20,6 +22,8 @@ from isthmus_server.strategy.round_spec import evaluates
 UNIT_OF_PRICE = "of the job's unit of price"
 WITHOUT_FAILED = "without failed attempts"
 """What the price of rounds leaves out, if it is not known how often attempts fail."""
+_EARLIER = "earlier"
+"""When a run ends by its budget, if it is not known after how many rounds."""
 _OF_A_BUFFER = "at least, of updates that count, and devices that are broken off cost too"
 """How the price of rounds of a buffer is obtained."""
 
@@ -77,7 +81,8 @@ def costs(
     listed = [kind for kind in KINDS if kind in regimes or _can_have(job, kind)]
     if len(regimes) == 1:
         listed = list(regimes)
-    prices = [(kind, _price(job, [kind] * job.rounds, model_bytes, failed)) for kind in listed]
+    runs = {kind: _prices(job, [kind] * job.rounds, model_bytes, failed) for kind in listed}
+    prices = [(kind, sum(of_run)) for kind, of_run in runs.items()]
     is_buffered = job.federated.mode == "buffered" and any(kind != "datacenter" for kind in listed)
     exact = f"{EXACT}, {WITHOUT_FAILED}"
     how = _OF_A_BUFFER if is_buffered else exact
@@ -85,6 +90,13 @@ def costs(
         known = _OF_A_BUFFER if is_buffered else EXACT
         added = f"; {digits(failed.price)} a round is for failed attempts" if failed.price else ""
         how = f"{known}; {failed.how}{added}"
+    # The mean of failed attempts does not say after which round the budget is spent.
+    is_exact = not is_buffered and (failed is None or not failed.price)
+    ends = {
+        f"all rounds {kind}": _end_within(of_run, job.budget)
+        for kind, of_run in runs.items()
+        if is_exact or kind == "datacenter"
+    }
     found = [
         Figure(
             f"all rounds {kind}",
@@ -105,23 +117,47 @@ def costs(
             figure = Figure(own, min(of_policy), UNIT_OF_PRICE, how_decided, most=max(of_policy))
             found.insert(0, figure)
         else:
-            price = _price(job, kinds, model_bytes, failed)
-            found.insert(0, Figure(own, price, UNIT_OF_PRICE, how))
+            of_run = _prices(job, kinds, model_bytes, failed)
+            found.insert(0, Figure(own, sum(of_run), UNIT_OF_PRICE, how))
+            if is_exact:
+                ends[own] = _end_within(of_run, job.budget)
         found.append(Figure("any mixture", least, UNIT_OF_PRICE, how, most=most))
-    return [_within(each, job.budget) for each in found]
+    return [_within(each, job.budget, ends.get(each.name, _EARLIER)) for each in found]
 
 
-def beyond(figure: Figure, budget: float | None) -> str:
-    """A clause that a price goes beyond the budget of the job; empty if it does not."""
+def beyond(figure: Figure, budget: float | None, ends: str = _EARLIER) -> str:
+    """A clause that a price goes beyond the budget of the job; empty if it does not.
+
+    Args:
+        figure: the price.
+        budget: of the job; None for none.
+        ends: when the run ends then.
+    """
     if budget is None or figure.highest <= budget:
         return ""
     part = "" if figure.value > budget else "its highest "
-    return f"{part}beyond budget={budget:.15g}, where the run ends earlier"
+    return f"{part}beyond budget={budget:.15g}, where the run ends {ends}"
 
 
-def _within(figure: Figure, budget: float | None) -> Figure:
+def _end_within(prices: Sequence[float], budget: float | None) -> str:
+    """After how many rounds of these prices a run ends by its budget, and what they cost.
+
+    >>> _end_within([3.0, 3.0, 3.0], 7.0)
+    'after 2 of 3 rounds, for 6'
+    """
+    spent = 0.0
+    count = 0
+    for price in prices:
+        if budget is not None and spent + price > budget + PRICE_TOLERANCE:
+            break
+        spent += price
+        count += 1
+    return f"after {count} of {counted(len(prices), 'round')}, for {digits(spent)}"
+
+
+def _within(figure: Figure, budget: float | None, ends: str) -> Figure:
     """The figure, with a mark if it goes beyond the budget."""
-    mark = beyond(figure, budget)
+    mark = beyond(figure, budget, ends)
     return dataclasses.replace(figure, how=f"{figure.how}; {mark}") if mark else figure
 
 
@@ -150,19 +186,19 @@ def _planned_kinds(job: Job, policy: Policy) -> list[Kind] | None:
     return kinds
 
 
-def _price(
+def _prices(
     job: Job, kinds: Sequence[Kind], model_bytes: int, failed: FailedAttempts | None
-) -> float:
-    """The price of a run whose rounds are of these regimes, with its failed attempts if known."""
-    with_devices = sum(kind != "datacenter" for kind in kinds)
-    total = 0.0 if failed is None else with_devices * failed.price
+) -> list[float]:
+    """The prices of rounds of these regimes, each with the mean of failed attempts if known."""
+    of_failed = 0.0 if failed is None else failed.price
+    found = []
     of_round: dict[tuple[Kind, int], float] = {}
     for number, kind in enumerate(kinds, 1):
         devices = job.evaluation.devices if evaluates(job, number) else 0
         if (kind, devices) not in of_round:
             of_round[kind, devices] = _price_of_round(job, kind, devices, model_bytes)
-        total += of_round[kind, devices]
-    return total
+        found.append(of_round[kind, devices] + (of_failed if kind != "datacenter" else 0.0))
+    return found
 
 
 def _price_of_round(job: Job, kind: Kind, evaluation_devices: int, model_bytes: int) -> float:

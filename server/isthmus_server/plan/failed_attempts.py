@@ -10,6 +10,9 @@ from typing import Self
 from isthmus.job import Job
 from isthmus_server.plan.seconds_of_rounds import NORMAL_NINETY
 
+MOST_FAILING = 0.5
+"""Share of attempts that fail from which on a run may well end by it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailedAttempts:
@@ -47,19 +50,25 @@ class FailedAttempts:
     def by_dropout(cls, job: Job) -> Self | None:
         """What follows from the share of requests during which a device is lost.
 
-        None if the job has no such share, or it alone does not say how rounds end: all attempts
-        fail, or a buffer waits for other devices.
+        None if the job has no such share, or it alone does not say how rounds end: most attempts
+        fail, so that a run may end by it, a buffer waits for other devices, groups of devices have
+        quorums of their own, or those that were lost may be missing in later rounds.
         """
         lost = job.simulation.dropout
         federated = job.federated
-        if not lost or federated.mode != "rounds":
+        has_groups = federated.robust is not None or federated.groups is not None
+        if not lost or federated.mode != "rounds" or has_groups:
             return None
         invited = federated.invited
+        population = job.simulation.clients or federated.clients
+        # How long a device is away is known, and not how long rounds are: perhaps for all of them.
+        if 0 < population < invited * (1 + lost * job.rounds):
+            return None
         failing = sum(
             math.comb(invited, count) * (1 - lost) ** count * lost ** (invited - count)
             for count in range(federated.needed)
         )
-        if failing >= 1:
+        if failing >= MOST_FAILING:
             return None
         return cls(
             price=failing / (1 - failing) * invited * job.prices.client_update,

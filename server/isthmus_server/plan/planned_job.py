@@ -130,16 +130,25 @@ class PlannedJob:
     @property
     def limits(self) -> list[str]:
         """What ends the run before its last round, sentences."""
-        limits = {
-            "budget": self.job.budget,
-            "seconds": self.job.seconds,
-            "device_bytes": self.job.device_bytes,
-        }
-        return [
-            f"figures of the run are of {self.job.rounds} rounds, and it ends before a round that "
-            f"exceeds {name}={limit:.15g}"
+        limits = {"budget": self.job.budget, "device_bytes": self.job.device_bytes}
+        ends = [
+            f"before a round that exceeds {name}={limit:.15g}"
             for name, limit in limits.items()
             if limit is not None
+        ]
+        if self.job.seconds is not None:
+            ends.append(f"before a round that would begin after seconds={self.job.seconds:.15g}")
+        target = self.job.strategy.target_metric
+        if target is not None:
+            ends.append(f"after the round that reaches strategy.target_metric, {target}")
+        patience = self.job.evaluation.patience
+        if patience is not None:
+            ends.append(
+                f"after evaluation.patience={patience} evaluated rounds without a better one"
+            )
+        return [
+            f"figures of the run are of {self.job.rounds} rounds, and it ends {each}"
+            for each in ends
         ]
 
     @property
@@ -201,11 +210,12 @@ class PlannedJob:
         """Whether the time of a step is that of a named GPU, with messages."""
         return self.options.gpu is not None
 
-    def replicas(self, ranks: PlannedRanks, layout: PlannedLayout) -> tuple[int, int]:
-        """Replicas of the model in a layout that is compared, and the examples of a step of all."""
+    def replicas(self, ranks: PlannedRanks, layout: PlannedLayout) -> tuple[int, int, int]:
+        """Figures of a layout that is compared, for its row; see `Compares.replicas`."""
         section = with_changes(self.job, layout.changes(ranks.ranks)).datacenter
         replicas = section.replicas(ranks.ranks)
-        return replicas, replicas * section.for_replicas(replicas).batch_size
+        each = section.for_replicas(replicas)
+        return replicas, replicas * each.batch_size, each.accumulate
 
     def goodput(self, ranks: PlannedRanks) -> list[Figure]:
         """How much of the time trains, where ranks fail; nothing if nothing is said of failures."""

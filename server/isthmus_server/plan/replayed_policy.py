@@ -82,13 +82,21 @@ class RoundFacts:
     """How long rounds of each kind took, by which runs differ; empty if only `seconds` are asked
     for."""
 
-    def took(self, kinds: Sequence[str], seconds: float, limit: float | None) -> Interval:
+    def took(
+        self,
+        kinds: Sequence[str],
+        seconds: float,
+        limit: float | None = None,
+        *,
+        is_cut: bool = False,
+    ) -> Interval:
         """How long a run takes.
 
         Args:
             kinds: of its rounds.
             seconds: that it takes with the mean of each kind, and with its waits.
-            limit: of its job, in seconds; None for none.
+            limit: of its job, in seconds, after which no round begins; None for none.
+            is_cut: whether it has fewer rounds than its job since they reach the limit.
         """
         counts = Counter(kinds)
         found = None
@@ -100,9 +108,15 @@ class RoundFacts:
         low, middle, high = (
             max(0.0, waits + each) for each in (found.low, found.median, found.high)
         )
-        if limit is not None:  # a run that takes longer has fewer rounds
-            high = max(min(high, limit), middle)
-        return Interval(low, middle, high)
+        if limit is None:
+            return Interval(low, middle, high)
+        # A run of slower rounds has fewer of them, and one of faster rounds more: the last one
+        # begins before the limit.
+        longest = max(max(self.times[kind].seconds) for kind in counts)
+        if is_cut:
+            low = limit
+            middle = min(max(middle, limit), limit + longest)
+        return Interval(low, middle, max(min(high, limit + longest), middle))
 
     def check(self, kind: str, before: str | None) -> None:
         """Refuse a round that nothing is known of.

@@ -13,6 +13,9 @@ from isthmus_server.strategy.learning_curves import Interval
 NORMAL_NINETY = statistics.NormalDist().inv_cdf(0.95)
 """Deviations from the mean within which nine of ten values of a normal distribution are."""
 
+MANY = 20
+"""Rounds of which the shortest is about as short as any."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SecondsOfRounds:
@@ -96,7 +99,11 @@ def run_of(parts: Sequence[tuple[SecondsOfRounds, int]]) -> Interval | None:
             for times, rounds in parts
         )
     )
-    return Interval(max(0.0, min(whole - off, middle)), middle, max(whole + off, middle))
+    # No run is faster than one of the shortest rounds, of which a few known ones say too little.
+    least = sum(
+        min(times.seconds) * rounds for times, rounds in parts if len(times.seconds) >= MANY
+    )
+    return Interval(max(least, min(whole - off, middle)), middle, max(whole + off, middle))
 
 
 def ninety(count: int) -> float:

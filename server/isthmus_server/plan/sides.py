@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from isthmus.errors import JobError, UserError
+from isthmus.extras import install_line
 from isthmus.job import Job
 from isthmus.job.planned import PLANS, Figure, PlannedRanks, RanksQuestion
 from isthmus.provided import load_provided, provided
@@ -125,8 +126,6 @@ def _plan_ranks() -> PlanRanks:
         UserError: the package is not installed.
     """
     if "datacenter" not in provided(PLANS):
-        raise UserError(
-            "the plan of a datacenter needs its package; pip install 'isthmus[datacenter]'"
-        )
+        raise UserError(f"the plan of a datacenter needs its package; {install_line('datacenter')}")
     found: PlanRanks = load_provided(PLANS, "datacenter", "the datacenter's part of a plan")
     return found

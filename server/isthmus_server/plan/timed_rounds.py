@@ -13,6 +13,7 @@ import itertools
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, Self
@@ -22,7 +23,7 @@ from isthmus.job import Job
 from isthmus.job.planned import PLANS, Figure
 from isthmus.provided import load_provided, provided
 from isthmus_server.plan.failed_attempts import FailedAttempts
-from isthmus_server.plan.round_log import LoggedRound
+from isthmus_server.plan.round_log import LoggedRound, RoundLog
 from isthmus_server.plan.seconds_of_rounds import SecondsOfRounds
 from isthmus_server.plan.simulated_log import log_in
 
@@ -30,6 +31,10 @@ ROUNDS = 200
 """Rounds that are timed."""
 REAL_SECONDS = 15.0
 """Seconds on this machine after which no further round begins."""
+MOST_FAILED = 3
+"""Runs that may fail, if none goes to its end, before no other one is timed."""
+_DRAWS = 1000
+"""Draws of the second one of them; others count from it."""
 MOST_BYTES = 256 << 20
 """Most bytes of a model whose rounds are timed: each device's update is as large."""
 WHERE_SPEED = (
@@ -42,9 +47,26 @@ WHERE_SPEED = (
 class TimeRounds(Protocol):
     """The simulation's part of the durations of a plan."""
 
-    def __call__(self, job: Job, base: Path, directory: Path, rounds: int, seconds: float) -> None:
+    def __call__(
+        self, job: Job, base: Path, directory: Path, rounds: int, seconds: float, draws: int
+    ) -> None:
         """Simulate federated rounds of devices that train nothing, in a new run directory."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _TimedRun:
+    """Rounds that were timed in one go, from the first one on."""
+
+    log: RoundLog
+    failure: str
+    """Why a round of it failed for good; empty if none did."""
+
+    @property
+    def prices_of_failures(self) -> list[float]:
+        """Prices of the failed attempts at rounds that were then committed."""
+        committed = self.log.rounds[-1].record.round if self.log.rounds else 0
+        return [each.price for each in self.log.failures if each.round <= committed]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +85,8 @@ class TimedRounds:
     """Price of each attempt that failed."""
     unknown: str = ""
     """Why nothing was timed, a sentence; empty if something was."""
+    fails: bool = False
+    """Whether nothing was timed since rounds fail for good."""
     note: str = ""
     """What the durations are of, a sentence; empty if nothing was timed."""
 
@@ -102,18 +126,19 @@ class TimedRounds:
                 "install isthmus again"
             )
         try:
-            time_rounds: TimeRounds = load_provided(PLANS, "timing", "the durations of a plan")
-            with tempfile.TemporaryDirectory(prefix="isthmus-timed-") as scratch:
-                directory = Path(scratch) / "run"
-                time_rounds(job, base, directory, most, real_seconds)
-                log = log_in(directory)
+            runs = _timed_runs(job, base, most, real_seconds)
         except UserError as error:
             return cls(unknown=f"duration of a round is not known: {error}")
-        rounds = log.rounds
-        ends = [each.record.elapsed for each in rounds]
-        seconds = [end - start for start, end in itertools.pairwise([0.0, *ends])]
+        failures = [each.failure for each in runs if each.failure]
+        if len(failures) == len(runs):
+            return cls(unknown=f"duration of a round is not known: {failures[0]}", fails=True)
+        logs = [each.log for each in runs]
+        rounds = [each for log in logs for each in log.rounds]
         count = "one round was timed" if len(rounds) == 1 else f"{len(rounds)} rounds were timed"
-        if len(rounds) < most and len(rounds) != job.rounds:  # of some jobs all rounds are timed
+        if len(runs) > 1:
+            count += f" in {len(runs)} runs"
+        if not failures and len(rounds) < most and len(rounds) != job.rounds:
+            # Of some jobs all rounds are timed.
             count += f", as many as began within {real_seconds:g} seconds on this machine"
         note = (
             f"durations of rounds are at the speeds of [simulation], of the one fleet that seed="
@@ -121,12 +146,17 @@ class TimedRounds:
         )
         if job.evaluation.devices:
             note += ", and without the evaluation on devices"
+        if failures:
+            note += (
+                f"; {len(failures)} of these runs ended before the last round, as one of the job "
+                f"may: {failures[0]}"
+            )
         return cls(
             rounds=job.rounds,
             mixed=mixed,
-            seconds=seconds,
+            seconds=[each for log in logs for each in _seconds_of(log)],
             delivered=[_delivered(each) for each in rounds],
-            failed=[each.price for each in log.failures],
+            failed=[price for each in runs for price in each.prices_of_failures],
             note=note,
         )
 
@@ -183,12 +213,14 @@ class TimedRounds:
         whole = self.times.run(self.rounds)
         found = [
             self.median,
-            Figure("5 % to 95 % of rounds", low, "s", how, most=high),
+            Figure("nine of ten rounds", low, "s", how, most=high),
             Figure(f"{name}, median", self.middle_of_runs, "s", of_run),
         ]
         if whole is not None:
-            found.append(Figure(name, whole.low, "s", of_run, most=whole.high))
-        updates = "updates, 5 % to 95 % of rounds"
+            found.append(
+                Figure(f"{name}, nine of ten runs", whole.low, "s", of_run, most=whole.high)
+            )
+        updates = "updates, nine of ten rounds"
         return [*found, Figure(updates, least, "of the invited", how, most=most)]
 
     def lines(self) -> list[tuple[str, str]]:
@@ -197,6 +229,54 @@ class TimedRounds:
             return [("duration", self.unknown)]
         found = [("duration", f"{each.name}: {each.text}") for each in self.figures]
         return [*found, ("note", self.note)]
+
+
+def _timed_runs(job: Job, base: Path, most: int, real_seconds: float) -> list[_TimedRun]:
+    """Time federated rounds of a job, of one run or of several.
+
+    A device that was lost is away for a while. In the first rounds of a run none is, so that a run
+    of few rounds is not like as many later ones: then rounds of several such runs are timed.
+
+    Args:
+        job: that is planned.
+        base: the job file's folder.
+        most: rounds that are timed.
+        real_seconds: after which no further round begins.
+
+    Raises:
+        UserError: no round can be timed.
+    """
+    time_rounds: TimeRounds = load_provided(PLANS, "timing", "the durations of a plan")
+    deadline = time.monotonic() + real_seconds
+    found: list[_TimedRun] = []
+    had = 0
+    with tempfile.TemporaryDirectory(prefix="isthmus-timed-") as scratch:
+        while not found or (had < most and time.monotonic() < deadline):
+            directory = Path(scratch) / f"run-{len(found)}"
+            wanted = most - had
+            if job.simulation.dropout:
+                wanted = min(wanted, job.rounds)
+            failure = ""
+            left = max(0.0, deadline - time.monotonic())
+            draws = _DRAWS + len(found) if found else 0
+            try:
+                time_rounds(job, base, directory, wanted, left, draws)
+            except UserError as error:
+                if not directory.exists():
+                    raise
+                failure = str(error)
+            found.append(_TimedRun(log_in(directory), failure))
+            had += len(found[-1].log.rounds)
+            is_hopeless = len(found) == MOST_FAILED and all(each.failure for each in found)
+            if not job.simulation.dropout or is_hopeless:
+                break
+    return found
+
+
+def _seconds_of(log: RoundLog) -> list[float]:
+    """Seconds of each round of a run, from the commit before it to its own."""
+    ends = [each.record.elapsed for each in log.rounds]
+    return [end - start for start, end in itertools.pairwise([0.0, *ends])]
 
 
 def _delivered(round_: LoggedRound) -> float:

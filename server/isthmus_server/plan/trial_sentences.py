@@ -11,6 +11,9 @@ from isthmus_server.plan.round_log import kept_mode
 from isthmus_server.read.report.one_price import unequal_ends
 from isthmus_server.strategy.learning_curves import COVERED
 
+FAR = 4
+"""Times the rounds of a trial from which on a forecast is far from it."""
+
 
 def overlap_of(policies: Sequence[PolicyTrial], metric: str) -> str:
     """Which policies the forecasts cannot tell from the best, a sentence; empty if they can."""
@@ -65,15 +68,50 @@ def origin_of(policies: Sequence[PolicyTrial], rounds: int) -> str:
     )
 
 
-def unequal_of(policies: Sequence[PolicyTrial]) -> str:
+def unequal_of(
+    policies: Sequence[PolicyTrial],
+    budget: float | None = None,
+    most_rounds: int | None = None,
+) -> str:
     """A sentence that policies end at unequal prices or rounds, and what makes them equal.
 
     Empty if they are equal.
+
+    Args:
+        policies: with their trials.
+        budget: of the job; None for none.
+        most_rounds: of the job; None if they are no matter.
     """
     known = [each.known for each in policies if each.known is not None]
     prices = [statistics.fmean(each.price) for each in known]
     rounds = [statistics.fmean(each.rounds) for each in known]
-    return unequal_ends(prices, rounds)
+    return unequal_ends(prices, rounds, budget, most_rounds)
+
+
+def beyond_trials_of(policies: Sequence[PolicyTrial], job: Job, metric: str, rounds: int) -> str:
+    """What forecasts of many more rounds than were tried do not know; empty if none are.
+
+    Args:
+        policies: with their trials.
+        job: that is planned.
+        metric: that is forecast.
+        rounds: most of each trial.
+    """
+    if kept_mode(job, metric) is not None:  # what falls later is not delivered
+        return ""
+    names = [
+        each.policy
+        for each in policies
+        if each.is_forecast and each.known is not None and each.known.rounds[1] >= FAR * rounds
+    ]
+    if not names:
+        return ""
+    turns = "rises" if metric.endswith("loss") else "falls"
+    return (
+        f"{', '.join(names)}: the forecasts go far beyond the {rounds} rounds that were tried, and "
+        f"assume that rounds go on as they began: where {metric} {turns} again, as by training for "
+        "too long on few data, they are too good, and their intervals do not hold what comes"
+    )
 
 
 def lower_of(policies: Sequence[PolicyTrial], job: Job, metric: str) -> str:

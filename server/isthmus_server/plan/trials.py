@@ -31,6 +31,7 @@ from isthmus_server.plan.simulated_log import (
 )
 from isthmus_server.plan.timed_rounds import TimedRounds
 from isthmus_server.plan.trial_sentences import (
+    beyond_trials_of,
     lower_of,
     origin_of,
     overlap_of,
@@ -72,6 +73,9 @@ class Trials:
     empty if they are."""
     lower: str = ""
     """Why forecasts begin below what the trials had reached, a sentence; empty if none do."""
+    beyond: str = ""
+    """What forecasts of many more rounds than were tried do not know, a sentence; empty if none
+    are."""
     whole_seconds: float | None = None
     """What trials of all rounds of these policies would take on this machine, by the time that
     these have taken; None if all are whole runs."""
@@ -134,7 +138,10 @@ class Trials:
         seen = list(dict.fromkeys(n for log in every for r in log.rounds for n in r.record.metrics))
         shown = shown_metric(job, seen)
         if shown is None or shown not in seen:
-            reason = next(iter(failed.values()), "the task has no held-out metrics: eval_data()")
+            reason = "the task has no held-out metrics: eval_data()"
+            if not any(log.rounds for log in every):
+                reason = "the job's limits end each policy before its first round"
+            reason = next(iter(failed.values()), reason)
             raise UserError(f"the trial says nothing of quality: {reason}")
         tried = [_tried(job, name, each, timed, shown, rounds) for name, each in logs.items()]
         tried += [PolicyTrial(policy=name, note=why) for name, why in failed.items()]
@@ -147,8 +154,9 @@ class Trials:
             rounds=rounds,
             job_rounds=job.rounds,
             policies=tried,
-            unequal=unequal_of(tried),
+            unequal=unequal_of(tried, job.budget, job.rounds),
             lower=lower_of(tried, job, shown),
+            beyond=beyond_trials_of(tried, job, shown, rounds),
             whole_seconds=_whole_seconds(job, tried, logs, took),
             untimed=untimed_of(tried, job),
             steps=steps,
@@ -157,7 +165,15 @@ class Trials:
     @property
     def sentences(self) -> list[str]:
         """What is to be known to compare the policies."""
-        found = (self.overlap, self.longer, self.unequal, self.lower, self.untimed, self.steps)
+        found = (
+            self.overlap,
+            self.longer,
+            self.unequal,
+            self.lower,
+            self.beyond,
+            self.untimed,
+            self.steps,
+        )
         return [each for each in found if each]
 
     @property
@@ -214,6 +230,7 @@ class Trials:
             "whole_seconds": self.whole_seconds,
             "unequal": self.unequal,
             "lower": self.lower,
+            "beyond": self.beyond,
             "untimed": self.untimed,
             "steps": self.steps,
             "policies": [each.to_json() for each in self.policies],
@@ -489,7 +506,7 @@ def _too_few(logs: Sequence[RoundLog], shown: str, rounds: int) -> str:
         counts = {kind: log.evaluated(shown, kind) for kind in log.kinds}
         if min(counts.values()) < LEAST_EVALUATED:
             had = " and ".join(f"{count} {kind}" for kind, count in counts.items())
-            least = LEAST_EVALUATED * len(counts)
+            least = LEAST_EVALUATED * len(counts) * log.job.evaluation.every
             return (
                 f"no forecast: too few rounds of each regime ({had} ones were evaluated in a "
                 f"trial, and {LEAST_EVALUATED} of each are needed); try --trial "
@@ -521,7 +538,8 @@ def _as_before(
     """A trial that goes on with its last kind of round, to the end of the job."""
     kinds = [each.kind for each in log.rounds]
     price = log.spent
-    seconds = sum(each.record.seconds for each in log.rounds)
+    # By their mean, as those of a policy that is followed: the same rounds take the same time.
+    seconds = sum(facts.seconds[kind] for kind in kinds)
     last = kinds[-1]
     alike = [each for each in log.rounds if each.kind == last]
     price_of_round = facts.price[last]

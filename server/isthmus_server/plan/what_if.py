@@ -24,7 +24,7 @@ from isthmus_server.plan.replayed_policy import (
 )
 from isthmus_server.plan.round_log import RoundLog, shown_metric, usual_rounds
 from isthmus_server.read.pages.templates import digits
-from isthmus_server.read.report.durations import duration
+from isthmus_server.read.report.durations import duration, durations
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.learning_curves import COVERED, Inertia, Interval, LearningCurves
 from isthmus_server.strategy.policies import BUILT_IN
@@ -116,7 +116,8 @@ class Alternative:
         ends = time_in_words(*self.seconds or ())
         if self.seconds is None or self.middle_seconds is None or " to " not in ends:
             return ends
-        return f"{time_in_words(self.middle_seconds)} ({ends})"
+        (middle, low, high), unit = durations(self.middle_seconds, *self.seconds)
+        return f"{middle} {unit} ({low} to {high} {unit})"
 
     @property
     def _said_before(self) -> str:
@@ -360,7 +361,16 @@ def with_times(
         facts: of its rounds.
         runs: kinds of the rounds of each, and the seconds that it takes with the mean of each kind.
     """
-    took = [facts.took(kinds, seconds, job.seconds) for kinds, seconds in runs]
+    limit = job.seconds
+    took = [
+        facts.took(
+            kinds,
+            seconds,
+            limit,
+            is_cut=limit is not None and len(kinds) < job.rounds and seconds >= limit,
+        )
+        for kinds, seconds in runs
+    ]
     if not any(each.high for each in took):
         return found
     middle = statistics.median(each.median for each in took) if facts.times else None
@@ -415,11 +425,14 @@ def time_in_words(*ends: float) -> str:
     """The time of a run, or its ends; of simulated devices without a speed it is 0, and not known.
 
     >>> time_in_words(60.0, 240.0), time_in_words(0.0), time_in_words()
-    ('60 s to 4 min', 'time not known', 'time not known')
+    ('1 to 4 min', 'time not known', 'time not known')
     """
     if not any(ends):
         return "time not known"
-    return " to ".join(dict.fromkeys(duration(each) for each in ends))
+    numbers, unit = durations(*ends)
+    if len(set(numbers)) == 1:
+        return duration(ends[0])
+    return f"{' to '.join(numbers)} {unit}"
 
 
 def _interval(found: Interval) -> str:

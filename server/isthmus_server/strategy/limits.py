@@ -29,7 +29,7 @@ from isthmus_server.strategy.policy import (
     Wait,
 )
 
-_PRICE_TOLERANCE = 1e-9
+PRICE_TOLERANCE = 1e-9
 """In units of price: prices are sums of decimal fractions, which floats only approximate."""
 
 
@@ -211,7 +211,7 @@ def _without_improvement(observation: Observation) -> str:
 def _exceeded_limit(plan: Plan, observation: Observation) -> str:
     """Return which limit a round would exceed; empty if none."""
     price = planned_price(plan, observation)
-    if observation.budget_left is not None and price > observation.budget_left + _PRICE_TOLERANCE:
+    if observation.budget_left is not None and price > observation.budget_left + PRICE_TOLERANCE:
         return (
             f"the budget of {observation.budget:g} is used up: {observation.spent:g} is spent and "
             f"a {plan.regime} round costs {price:g}"
@@ -240,7 +240,7 @@ def _refusal_of_comparison(compare: Compare, observation: Observation) -> str:
         return "devices cannot be asked outside of their window"
     if observation.clients_ready < devices:
         return f"{devices} devices are to be asked and {observation.clients_ready} are ready"
-    if observation.budget_left is not None and price > observation.budget_left + _PRICE_TOLERANCE:
+    if observation.budget_left is not None and price > observation.budget_left + PRICE_TOLERANCE:
         return f"asking {devices} devices costs {price:g} and {observation.budget_left:g} is left"
     if observation.bytes_left is not None and transferred > observation.bytes_left:
         return (

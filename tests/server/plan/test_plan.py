@@ -167,6 +167,7 @@ def test_fewer_ranks_are_planned_where_their_number_can_be_divided(ranks, row, j
     plan = plan_of(job_file, overrides, PlanOptions())
     rows = {each.name: each for each in plan.changes}
     assert [name for name in rows if name.startswith("ranks / ")] == ([row] if row else [])
+    assert ("one rank" in rows) == (ranks in (4, 9))
     batch = plan.job.datacenter.batch_size
     if row:
         fewer = ranks // int(row[-1])
@@ -175,6 +176,23 @@ def test_fewer_ranks_are_planned_where_their_number_can_be_divided(ranks, row, j
         assert rows[row].notes == [note]
     same = plan_of(job_file, (*overrides, f"datacenter.global_batch={ranks * 4}"), PlanOptions())
     assert not any("a step of the ranks" in note for each in same.changes for note in each.notes)
+
+
+def test_whether_one_rank_is_enough_is_said(job_file):
+    overrides = (*RANKS, "strategy.policy=datacenter", "datacenter.tensor_parallel=2")
+    plan = plan_of(job_file, overrides, PlanOptions(memory_gib=1, tflops=1))
+    (row,) = (each for each in plan.changes if each.name == "one rank")
+    assert row.changes == {"datacenter.ranks": 1, "datacenter.tensor_parallel": 1}
+    fits, time, *_ = row.notes
+    assert fits == "one rank is enough for the memory: its peak fits 1 GiB"
+    assert re.fullmatch(
+        r"the 2 ranks train [\d.]+ times as many examples a second as one"
+        r"|one rank trains ([\d.]+ times )?as many examples a second( as the 2 ranks)?",
+        time,
+    )
+    assert any(fits in each for each in plan.lines())
+    small = plan_of(job_file, overrides, PlanOptions(memory_gib=1e-9))
+    assert not any("one rank is enough" in each for row in small.changes for each in row.notes)
 
 
 def test_adapters_are_all_that_is_exchanged(job_file):
@@ -243,6 +261,13 @@ def test_ranks_that_no_round_uses_are_refused_with_the_policy(job_file):
         plan_of(job_file, FEDERATED, PlanOptions(ranks=4, layouts=True))
     changes = {each.name for each in plan_of(job_file, FEDERATED, PlanOptions(ranks=4)).changes}
     assert not changes & {"ranks x 2", "ZeRO 3"}
+
+
+def test_what_changes_only_rounds_of_devices_is_left_out_where_there_are_none(job_file):
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), PlanOptions())
+    assert [each.name for each in plan.changes] == [
+        *("as it is", "ranks x 2", "ranks / 2", "ZeRO 3", "adapters of rank 8, frozen base")
+    ]
 
 
 def test_ranks_are_planned_if_a_compared_policy_trains_there(job_file):
@@ -356,6 +381,12 @@ def test_figures_of_the_run_say_which_rounds_they_are_of(job_file):
     text = "\n".join(plan.lines())
     assert "it ends before a round that exceeds budget=7\n" in text
     assert "it ends before a round that exceeds device_bytes=5000000000\n" in text
+    target = ("strategy.target_metric={name='loss', at_most=0.5}", "seconds=9")
+    text = "\n".join(plan_of(job_file, (*FEDERATED, *target), PlanOptions()).limits)
+    assert "it ends before a round that would begin after seconds=9\n" in text
+    assert text.endswith(
+        "ends after the round that reaches strategy.target_metric, loss of at most 0.5"
+    )
     alone = plan_of(job_file, FEDERATED, PlanOptions())
     assert not any("if each round" in each.how for each in alone.sides.devices.run)
 
@@ -415,7 +446,10 @@ def test_any_mixture_is_of_all_regimes_that_the_job_can_have(job_file):
 def test_costs_say_what_they_leave_out_and_what_goes_beyond_the_budget(job_file):
     plan = plan_of(job_file, (*FEDERATED, "budget=39"), PlanOptions())
     (cost,) = plan.sides.cost
-    said = "exact, without failed attempts; beyond budget=39, where the run ends earlier"
+    said = (
+        "exact, without failed attempts; beyond budget=39, where the run ends after 9 of 10 "
+        "rounds, for 36"
+    )
     assert (cost.value, cost.how) == (40, said)
     rows = {each.name: each for each in plan.changes}
     note = "cost: beyond budget=39, where the run ends earlier"
@@ -431,6 +465,15 @@ def test_costs_say_what_they_leave_out_and_what_goes_beyond_the_budget(job_file)
     assert figures(mixed.sides.cost)["any mixture"].how.endswith(
         "its highest beyond budget=44, where the run ends earlier"
     )
+
+
+def test_a_schedule_beyond_the_budget_says_after_which_round_it_ends(job_file):
+    schedule = 'strategy.schedule=[{regime="federated",rounds=1},{regime="hybrid"}]'
+    job = (*RANKS, "strategy.policy=schedule", schedule, "rounds=3")
+    price = plan_of(job_file, job, PlanOptions()).sides.cost[0].value
+    own = plan_of(job_file, (*job, f"budget={price - 1}"), PlanOptions()).sides.cost[0]
+    assert own.name == "the job's policy, schedule"
+    assert "where the run ends after 2 of 3 rounds, for " in own.how
 
 
 def test_a_step_has_one_price_for_all_ranks(job_file):

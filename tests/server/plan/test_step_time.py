@@ -287,6 +287,15 @@ def test_a_comparison_of_layouts_says_what_it_is_and_what_it_is_not(job_file):
     assert note == WHERE_TIME
 
 
+def test_parts_of_a_batch_are_in_the_row_of_a_layout(job_file):
+    batch = ("datacenter.global_batch=16", "datacenter.batch_size=4")
+    plan = plan_of(job_file, batch, PlanOptions(layouts=True, ranks=2))
+    rows = layout_rows(plan, plan.sides.datacenter)
+    parts = {each.text.partition(", data_parallel=")[2][:1]: each.text for each in rows}
+    assert "data_parallel=2, accumulate=2" in parts["2"]
+    assert "data_parallel=1, accumulate=4" in parts["1"]
+
+
 def test_layouts_without_a_time_are_by_their_peak_and_it_is_said(job_file):
     plan = plan_of(job_file, (), PlanOptions(layouts=True))
     note = "the smallest layout need not be the fastest: name the GPU by --gpu"

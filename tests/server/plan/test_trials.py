@@ -110,7 +110,7 @@ def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planne
     assert by_policy["federated"].endswith(", after round 10</td>")
     assert "peak of a rank" in parsed.text
     assert "Layouts of the ranks" in parsed.text
-    assert "<details><summary>Layouts of the ranks" in page
+    assert "<details open><summary>Layouts of the ranks" in page
     assert page.index("Quality and cost by policy") < page.index("Layouts of the ranks")
     assert "What would change it" in parsed.text
     assert "forecast from 6 simulated rounds of each policy with 2 seeds" in parsed.text
@@ -210,6 +210,12 @@ def test_a_forecast_follows_from_its_own_trials_alone(job_file):
     assert both.trials.policies[1] == alone.trials.policies[0]
 
 
+def test_a_job_without_a_first_round_is_refused_by_its_limits(job_file):
+    options = PlanOptions(trial=3, policies=("federated",))
+    with pytest.raises(UserError, match="the job's limits end each policy before its first round"):
+        plan_of(job_file, ("budget=1",), options)
+
+
 def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
     options = PlanOptions(trial=4, policies=("alternate", "federated"))
     plan = plan_of(job_file, (), options)
@@ -220,6 +226,8 @@ def test_a_mixture_of_few_rounds_has_no_forecast(job_file):
     assert mixed.note.endswith("try --trial 6 or more")
     assert mixed.note in plan.html()
     assert alone.forecast.reached is not None
+    seldom = plan_of(job_file, ("rounds=30", "budget=100", "evaluation.every=3"), options)
+    assert seldom.trials.policies[0].note.endswith("try --trial 18 or more")
     # Its last rounds are no better known: they are of both regimes.
     short = plan_of(job_file, (), dataclasses.replace(options, trial=3)).trials.policies[0]
     assert short.forecast is None
@@ -405,11 +413,49 @@ def test_unequal_prices_and_rounds_are_said(planned):
     said = plan.trials.unequal
     assert said.startswith("the policies end at unequal cost (24 to 40) and after unequal rounds")
     # A datacenter round costs 2: the cheapest.
-    assert "--set budget=40 --set rounds=20, as many as the cheapest can pay" in said
+    assert "let all spend budget=40: --set rounds=20, as many as the cheapest can pay" in said
     assert f"  {said}" in plan.lines()
     assert f"T{said[1:]}" in Page(page).text
     only = dataclasses.replace(plan.trials.policies[1], policy="alike")
     assert unequal_of((plan.trials.policies[1], only)) == ""
+
+
+def test_a_budget_that_the_job_has_is_not_advised(planned):
+    plan, _ = planned
+    _, first, second, _ = plan.trials.policies
+    ends = [((36.0, 36.0), (6, 6)), ((40.0, 40.0), (20, 20))]
+    spent = [
+        dataclasses.replace(
+            each, forecast=dataclasses.replace(each.forecast, price=price, rounds=rounds)
+        )
+        for each, (price, rounds) in zip((first, second), ends, strict=True)
+    ]
+    said = unequal_of(spent, budget=40.0)
+    assert said.startswith("the policies end at unequal cost (36 to 40) and after unequal rounds")
+    assert said.endswith("budget=40 has less left than its next round costs: that is one price")
+    assert "--set budget=40 --set rounds=20" in unequal_of(spent, budget=400.0)
+    assert "--set budget=40 --set rounds=20" in unequal_of(spent)
+    # A limit of seconds has ended one with half of the budget; the job has the rounds already.
+    half = dataclasses.replace(spent[1].forecast, price=(20.0, 20.0), rounds=(10, 10))
+    ended = [spent[0], dataclasses.replace(spent[1], forecast=half)]
+    said = unequal_of(ended, budget=40.0, most_rounds=20)
+    assert said.endswith(
+        "another limit ends some before budget=40 does, so that they are not at one price"
+    )
+    assert said.startswith("the policies end at unequal cost (20 to 36)")
+
+
+def test_forecasts_far_beyond_their_trials_are_said_to_know_no_fall(job_file):
+    options = PlanOptions(trial=3, policies=("datacenter",))
+    plan = plan_of(job_file, (), options)
+    assert plan.trials.beyond.startswith(
+        "datacenter: the forecasts go far beyond the 3 rounds that were tried, and assume that "
+    )
+    assert plan.trials.beyond in plan.trials.sentences
+    near = plan_of(job_file, ("rounds=6",), options)
+    assert near.trials.beyond == ""
+    best = ("evaluation.keep_best={name='accuracy', mode='max'}", "evaluation.deliver=best")
+    assert plan_of(job_file, best, options).trials.beyond == ""
 
 
 def test_a_budget_that_is_said_pays_for_the_dearest_policy(planned):

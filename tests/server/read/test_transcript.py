@@ -461,6 +461,8 @@ async def test_the_printed_check_of_a_fleets_run_names_its_authority(deployment)
     assert "--" not in check_of(store).partition("--head ")[2]  # it has no final model yet
     await Coordinator(RunParts.of(store, deployment.link)).run()
     assert check_of(store).endswith("/model.safetensors --authority authority.pem")
+    said = CliRunner().invoke(prove, [str(store.directory)]).output
+    assert "authority.pem is the certificate of the fleet's authority, which each" in said
     plain = deployment.create_run("plain", "rounds=1", PLAIN)
     await Coordinator(RunParts.of(plain, deployment.link)).run()
     assert check_of(plain).endswith("/model.safetensors")
@@ -479,7 +481,8 @@ def check_of(store):
     """The line of `isthmus prove` that has the call of the verifier."""
     result = CliRunner().invoke(prove, [str(store.directory)])
     assert result.exit_code == 0, result.output
-    return result.output.splitlines()[-1]
+    (check,) = (line for line in result.output.splitlines() if line.startswith("check "))
+    return check
 
 
 async def test_a_run_with_a_signature_that_does_not_hold_has_no_transcript(deployment, tmp_path):

@@ -22,6 +22,7 @@ from isthmus_server.storage.events import (
     RunBranched,
     RunServed,
     RunStopped,
+    ServerTakenOver,
 )
 from isthmus_server.transport.check_ins import in_words
 
@@ -107,7 +108,8 @@ def _of_run(source: ConsoleSource) -> list[DeviceRow]:
     for event in run.store.events():
         # Events of the run, and of no device; or of a device whose state another event says.
         others = RunStopped | RunAdopted | RunBranched | RunServed | LayoutChanged | CohortAwaited
-        if isinstance(event, others | ParticipantLate | ParticipantUnready):
+        elsewhere = ServerTakenOver | ParticipantLate | ParticipantUnready
+        if isinstance(event, others | elsewhere):
             continue
         reason = event.reason if isinstance(event, ParticipantDeclined | ParticipantLeft) else ""
         rows[event.participant] = DeviceRow(

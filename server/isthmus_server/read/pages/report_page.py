@@ -21,7 +21,14 @@ from isthmus_server.read.pages.charts import (
     timeline,
 )
 from isthmus_server.read.pages.templates import digits, templates
-from isthmus_server.read.report.report import Report, final_apart, format_metrics
+from isthmus_server.read.report.notes import devices_to_look_at, notes
+from isthmus_server.read.report.report import (
+    Report,
+    final_apart,
+    format_metrics,
+    moved,
+    needs_of_owners,
+)
 from isthmus_server.storage.events import ParticipantDeclined, ParticipantLeft
 from isthmus_server.storage.records import EndedAttempt, RoundRecord
 
@@ -56,6 +63,9 @@ def html_page(report: Report, now: float | None = None) -> str:
         attempts=attempts,
         regimes=[(each, each) for each in dict.fromkeys(record.regime for record in attempts)],
         timeline=timeline(list(_spans(report.rounds)), max(planned, len(report.rounds))),
+        moved=moved(attempts),
+        suspected=devices_to_look_at(report.job, report.rounds),
+        notes=notes(report.rounds, report.events),
         quality=_quality(report.rounds),
         privacy=_privacy(report, attempts),
         measured=[each.text.partition(": ")[::2] for each in report.measured],
@@ -179,6 +189,7 @@ def _privacy(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
     parts: list[str] = []
     if report.level is not None:
         parts.append(f"level: {report.level.sentence}")
+    parts += needs_of_owners(report)
     if report.privacy is not None:
         spent = report.privacy
         points = [

@@ -5,6 +5,32 @@ from __future__ import annotations
 from isthmus.printable import below_a_second
 
 
+def durations(*ends: float) -> tuple[list[str], str]:
+    """Format durations in one unit, that of the longest.
+
+    Returns:
+        The numbers, and the unit.
+
+    >>> durations(36.2, 25.0, 47.0), durations(3.0, 240.0), durations(60.0, 9000.0)
+    ((['36', '25', '47'], 's'), (['0.05', '4'], 'min'), (['0.017', '2.5'], 'h'))
+    >>> durations(1e-9, 240.0), durations(0.0004, 0.004)
+    ((['0', '4'], 'min'), (['0.4', '4'], 'ms'))
+    """
+    longest = max(ends)
+    if short := below_a_second(longest, digits=3):
+        unit = short.rpartition(" ")[2]
+    else:
+        unit = "s" if longest < 120 else "min" if longest < 7200 else "h"
+    size = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[unit]
+    return [_two_digits(each / size) for each in ends], unit
+
+
+def _two_digits(number: float) -> str:
+    if number < 1e-3:
+        return "0"
+    return f"{number:.2g}" if number < 10 else f"{number:.0f}"
+
+
 def duration(seconds: float) -> str:
     """Format a duration in words.
 

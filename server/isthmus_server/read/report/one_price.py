@@ -11,18 +11,27 @@ _ALIKE = 1.01
 """Prices that differ by a smaller factor are no difference."""
 
 
-def unequal_ends(prices: Sequence[float], rounds: Sequence[float]) -> str:
+def unequal_ends(
+    prices: Sequence[float],
+    rounds: Sequence[float],
+    budget: float | None = None,
+    most_rounds: int | None = None,
+) -> str:
     """A sentence that policies end at unequal prices or rounds, and what makes them equal.
 
     Args:
         prices: at which each ends.
         rounds: after which each ends.
+        budget: that each has; None for none.
+        most_rounds: that each has; None if that is not known.
 
     Returns:
         The sentence; empty if they are equal, or there is one policy.
 
     >>> unequal_ends([40.0, 24.0], [10.0, 10.0]).partition(": ")[0]
     'the policies end at unequal cost (24 to 40)'
+    >>> unequal_ends([36.0, 40.0], [6.0, 10.0], budget=40.0).partition(", each where ")[2]
+    'budget=40 has less left than its next round costs: that is one price'
     """
     if len(prices) < 2:
         return ""
@@ -36,15 +45,37 @@ def unequal_ends(prices: Sequence[float], rounds: Sequence[float]) -> str:
     found = f"the policies end {' and '.join(parts)}"
     if len(parts) == 1 and max(rounds) > min(rounds):
         return f"{found}: they are compared at one price, and not by their rounds"
-    each_round = min(price / count for price, count in zip(prices, rounds, strict=True) if count)
-    budget = _four_digits_up(max(prices))
-    if not each_round:
+    of_round = [price / count for price, count in zip(prices, rounds, strict=True) if count]
+    if not min(of_round):
         return f"{found}: they are not compared at one price, and one of them costs nothing"
-    paid = math.floor(budget / each_round * (1 + 1e-9))
+    spent = [
+        _has_spent(budget, price, price / count)
+        for price, count in zip(prices, rounds, strict=True)
+        if count
+    ]
+    if budget is not None and all(spent):
+        return (
+            f"{found}, each where budget={budget:.15g} has less left than its next round costs: "
+            "that is one price"
+        )
+    given = "" if any(spent) else f"--set budget={_four_digits_up(max(prices)):.15g} "
+    same = budget if budget is not None and any(spent) else _four_digits_up(max(prices))
+    paid = math.floor(same / min(of_round) * (1 + 1e-9))
+    if not given and most_rounds is not None and paid <= most_rounds:
+        return (
+            f"{found}: another limit ends some before budget={same:.15g} does, so that they are "
+            "not at one price"
+        )
+    all_of_it = f"budget={same:.15g}" if not given else "the same"
     return (
-        f"{found}: to compare them at one price, let all spend the same: "
-        f"--set budget={budget:.15g} --set rounds={paid}, as many as the cheapest can pay"
+        f"{found}: to compare them at one price, let all spend {all_of_it}: "
+        f"{given}--set rounds={paid}, as many as the cheapest can pay"
     )
+
+
+def _has_spent(budget: float | None, price: float, of_round: float) -> bool:
+    """Whether a policy that ends at a price could not pay for another round."""
+    return budget is not None and price + of_round > budget * (1 + 1e-9)
 
 
 def _four_digits_up(price: float) -> float:

@@ -34,9 +34,11 @@ from isthmus_server.storage.events import (
     RoundCommitted,
     RoundPlanned,
     RunFinished,
+    ServerTakenOver,
     WaitingForParticipants,
 )
 from isthmus_server.storage.records import ComparisonRecord, FinalModel, RoundRecord, StepFigures
+from isthmus_server.transport.check_ins import away_in_words
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +125,8 @@ class ProgressView:
                     f"           [dim]round {event.round} waits {event.seconds:.0f} s: "
                     f"{_safe(event.reason)}[/dim]"
                 )
+            case ServerTakenOver():
+                self._print(f"           [yellow]{_safe(event.sentence)}[/yellow]")
             case RoundPlanned():
                 self._waiting = ""
                 attempt = f", try {event.attempt}" if event.attempt > 1 else ""
@@ -281,6 +285,8 @@ def waiting_for(event: WaitingForParticipants) -> str:
         line += f"; missing: {names}"
     if event.reason and not too_few:
         line += f"; {in_a_line(event.reason)}"
+    if too_few and event.away:
+        line += f"; {away_in_words(event.away, event.check_ins)}"
     if event.downloads:
         line += f"; {'; '.join(map(in_a_line, event.downloads[:4]))}"
         line += f" and {len(event.downloads) - 4} more" if len(event.downloads) > 4 else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,25 +18,20 @@ from isthmus.task.definition import PUBLIC
 from isthmus.task.measurements.metrics import DEVICES, SPREAD
 from isthmus_server.budgets.budget import ADJACENCY, UNIT
 from isthmus_server.model.summed_evaluation import SummedEvaluation
-from isthmus_server.read.report.late_devices import LateDevices
-from isthmus_server.read.report.left_out_groups import left_out_sums, more_than_withstood
+from isthmus_server.read.report.left_out_groups import left_out_sums
 from isthmus_server.read.report.measurements import (
     ForecastError,
     MeasuredFigure,
     forecast_errors,
     measured,
 )
+from isthmus_server.read.report.notes import devices_to_look_at, notes
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
-from isthmus_server.read.report.suspected_devices import suspicions
-from isthmus_server.read.report.unused_updates import unused_updates
 from isthmus_server.storage.events import (
-    LayoutChanged,
     LoggedEvent,
     ParticipantDeclined,
     ParticipantLeft,
-    RunAdopted,
-    RunBranched,
     RunServed,
 )
 from isthmus_server.storage.records import (
@@ -60,6 +54,10 @@ _DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
 
 _NAME_WIDTH = 20
 """Longest name of a metric, in characters, that the table does not fold in a narrow terminal."""
+_LEAST_WIDTH = 72
+"""Columns in which the table has all of its figures."""
+_UNFOLDED = 10_000
+"""Columns of a terminal in which no table is folded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,8 @@ class Report(Record):
     """Committed rounds, in order."""
     failed_attempts: Sequence[FailedAttempt]
     events: Sequence[LoggedEvent]
-    """Participants that joined, got ready, declined or left, and the early end of the run."""
+    """Participants that joined, got ready, declined or left, servers that took over, and the early
+    end of the run."""
     final: FinalModel | None
     """None unless the run has finished."""
     privacy: SpentPrivacy | None = None
@@ -166,19 +165,25 @@ def report_schema() -> dict[str, Any]:
 
 def show(report: Report, console: Console) -> None:
     """Print the page."""
-    console.print(page(report), soft_wrap=False)
+    console.width = max(console.width, _LEAST_WIDTH)  # a narrower terminal folds the lines itself
+    console.print(_page(report, console), soft_wrap=False)
 
 
-def page(report: Report) -> RenderableType:
-    """A table of all attempts, then incidents, bytes, the end and the final model."""
+def _page(report: Report, console: Console) -> RenderableType:
+    """A table of all attempts, then incidents, bytes, the end and the final model.
+
+    Args:
+        report: that is shown.
+        console: on which it will be printed.
+    """
     attempts: list[EndedAttempt] = sorted(
         [*report.rounds, *report.failed_attempts], key=lambda record: (record.round, record.attempt)
     )
-    parts: list[RenderableType] = [_table(report, attempts)]
+    parts: list[RenderableType] = [_table(report, attempts, console)]
     incidents = _incidents(report, attempts)
     if incidents:
         parts.append(Text("\n".join(["what else happened:", *(f"  {line}" for line in incidents)])))
-    parts += [Text(line) for line in _moved(attempts)]
+    parts += [Text(line) for line in moved(attempts)]
     parts += [Text(line) for line in _planned_and_measured(report)]
     if report.reason:
         parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
@@ -189,6 +194,7 @@ def page(report: Report) -> RenderableType:
         )
     if report.level is not None:
         parts.append(Text(f"level: {report.level.sentence}"))
+    parts += [Text(line) for line in needs_of_owners(report)]
     if report.privacy is not None:
         parts.append(Text(f"privacy: {report.privacy.sentence}"))
     if report.examples_privacy is not None:
@@ -238,13 +244,14 @@ def final_apart(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
+def _table(report: Report, attempts: Sequence[EndedAttempt], console: Console) -> Table:
     table = Table(title=f"{report.run_id}: {report.status}", title_justify="left")
-    # The other columns give way to names of metrics, which cannot be read when they are folded.
+    # Words give way to figures, which are never cut, and to names of metrics, which cannot be read
+    # when they are folded.
     names = {name for record in attempts for name in record.metrics if _is_shown(name)}
-    least = {"held-out": min(max(map(len, names), default=0), _NAME_WIDTH)}
     for column in ("round", "regime", "because", "took part", "held-out", "cost", "s"):
-        table.add_column(column, overflow="fold", min_width=least.get(column))
+        is_figure = column in ("round", "cost", "s")
+        table.add_column(column, overflow="fold", no_wrap=is_figure)
     for record in attempts:
         failed = isinstance(record, FailedAttempt)
         reason = record.error if isinstance(record, FailedAttempt) else record.reason
@@ -257,59 +264,45 @@ def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
             f"{record.cost.price:g}",
             f"{record.seconds:.2f}",
         )
+    unfolded = console.options.update(width=_UNFOLDED)
+    if names and console.measure(table, options=unfolded).maximum > console.width:
+        (held_out,) = (each for each in table.columns if each.header == "held-out")
+        held_out.width = min(max(map(len, names)), _NAME_WIDTH)
+        room = console.width - console.measure(table, options=unfolded).maximum
+        held_out.width += max(0, room)
     return table
 
 
 def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
-    """Suspected devices, receipts with a reason, unusable updates, and who declined or left."""
-    # First what decides which devices to look at.
-    lines = suspicions(report.rounds)
-    lines += more_than_withstood(report.job, report.rounds)
-    lines += [
+    """Suspected devices, receipts with a reason, who declined or left, and what else happened."""
+    lines = [
         f"round {record.round}: {who}: {reason}"
         for record in attempts
         for who, reason in told_incidents(record)
-    ]
-    lines += [
-        f"round {record.round}: {sentence}"
-        for record in report.rounds
-        for sentence in record.incidents
-    ]
-    lines += unused_updates(report.rounds)
-    with_devices = sum(record.regime != "datacenter" for record in report.rounds)
-    lines += LateDevices(report.events).sentences(with_devices)
-    lines += [
-        f"round {record.round}: {sentence}"
-        for record in report.rounds
-        if record.evaluation is not None
-        for sentence in record.evaluation.clipped.values()
     ]
     lines += [
         f"{event.participant} {event.kind}: {event.reason}"
         for event in report.events
         if isinstance(event, ParticipantDeclined | ParticipantLeft)
     ]
-    lines += [
-        f"{event.by} had this copy take the place of {event.original}, and stated: {event.stated}"
-        for event in report.events
-        if isinstance(event, RunAdopted)
+    # First what decides which devices to look at.
+    return [
+        *devices_to_look_at(report.job, report.rounds),
+        *map(in_a_line, lines),
+        *notes(report.rounds, report.events),
     ]
-    lines += [
-        f"the rounds up to {event.round} are those of another run, of which this is a branch"
-        for event in report.events
-        if isinstance(event, RunBranched)
-    ]
-    # Only the last of several layouts in one round was trained in.
-    layouts = {each.round: each for each in report.events if isinstance(each, LayoutChanged)}
-    lines += [
-        f"ranks train in another layout from round {each.round} on: "
-        + ", ".join(f"{key}={json.dumps(value)}" for key, value in each.changes.items())
-        for each in layouts.values()
-    ]
-    return [in_a_line(line) for line in lines]
 
 
-def _moved(attempts: Sequence[EndedAttempt]) -> list[str]:
+def needs_of_owners(report: Report) -> list[str]:
+    """A line of what owners must have in their policies; none for devices without an owner."""
+    served = [each.deployment for each in report.events if isinstance(each, RunServed)]
+    is_local = bool(served) and all(each == "local" for each in served)
+    if is_local or not report.owners_need:
+        return []
+    return [f"devices need in policy.toml: {', '.join(report.owners_need)}"]
+
+
+def moved(attempts: Sequence[EndedAttempt]) -> list[str]:
     """A line for each regime: what its participants sent and received, one and all of them."""
     lines = []
     for regime, who in (("federated", "devices"), ("datacenter", "datacenters")):

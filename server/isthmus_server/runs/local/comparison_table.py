@@ -93,11 +93,15 @@ def _figure(name: str, form: str, mean: float, deviation: float | None) -> str:
 
     >>> _figure("loss", ".4g", 0.45951, 0.2549)
     '0.4595 +- 0.25'
+    >>> _figure("rounds", ".1f", 3.0, 0.0)
+    '3'
     """
     if name == "device_bytes":
         mean = mean / 1e6
         deviation = None if deviation is None else deviation / 1e6
     text = format(mean, form)
+    if name == "rounds":
+        text = text.removesuffix(".0")
     if deviation is None or (name in OWN and not deviation):
         return text
     return f"{text} +- {deviation:.2g}"

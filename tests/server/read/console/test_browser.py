@@ -3,12 +3,12 @@
 import os
 import re
 import select
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.free_ports import free_ports
 from tests.machine import CHROMIUM, CHROMIUM_OPTIONS, needs_chromium
 from tests.server.read.console.filled_runs import add_round, filled_run
 
@@ -31,9 +31,7 @@ class ConsoleProcess:
 
     def __init__(self, path, state):
         self.path, self.state = path, state
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_ports(1)
         self.start()
 
     def start(self):

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 
 import pytest
 from tests.server.read.console.filled_runs import add_round, filled_run
@@ -9,10 +10,14 @@ from tests.server.read.console.serving import ask, rows, served
 from tests.server.storage.records import planned_attempt, round_record
 
 from isthmus.errors import UserError
+from isthmus.system.sealed_files import write_sealed_bytes
+from isthmus_server.fleet.presence import FILE
+from isthmus_server.fleet.snapshot import FleetSnapshot, Seen
 from isthmus_server.read.console.attempt_index import AttemptIndex
 from isthmus_server.read.console.pages import PAGE_ROWS
 from isthmus_server.read.console.shown_run import MAX_POINTS
 from isthmus_server.read.console.sources import ConsoleSource
+from isthmus_server.storage.events import ServerTakenOver
 from isthmus_server.storage.records import CommittedState, Receipt
 
 PRIVACY = 'privacy={mechanism="gaussian", epsilon=8, delta=1e-6}'
@@ -40,6 +45,8 @@ def test_a_long_run_opens_with_one_page_of_its_rows(make_run):
         assert status == 200
         assert (rows(page, "rounds"), rows(page, "receipts")) == (PAGE_ROWS, PAGE_ROWS)
         assert "of 121 rounds and failed tries" in page
+        assert "Charts need JavaScript" in page
+        assert "No round was evaluated" not in page  # what only a script knows, it says
         assert len(page) < 60_000
         index = listener.console.source.opened["long"].index
         first = index.rows_read
@@ -117,6 +124,14 @@ def test_the_pages_of_a_run_say_what_the_log_says(make_run):
         assert ask(listener, "/runs/run?page=x&receipts=-4&outcome=1&compare=%00,%22")[0] == 200
 
 
+def test_the_page_of_a_run_says_who_took_over(make_run):
+    store = make_run("run", 3)
+    takeover = ServerTakenOver(by="process 2 on b", before="process 1 on a", why="ended", round=3)
+    store.log_event(takeover)
+    with served(store.directory) as listener:
+        assert takeover.sentence in ask(listener, "/runs/run")[2]
+
+
 def test_empty_states_have_words(make_run, tmp_path):
     make_run("new", 0, "rounds=5")
     with served(tmp_path / "runs") as listener:
@@ -126,6 +141,23 @@ def test_empty_states_have_words(make_run, tmp_path):
         assert "No receipt has this outcome" in page
     with pytest.raises(UserError, match="neither a run"):
         ConsoleSource(tmp_path / "nothing")
+
+
+def test_participants_that_are_busy_have_what_they_do(tmp_path):
+    """Only those that fetch files of a model's start have a note how far they are."""
+    trains = {"job": "digits-1", "round": 2, "work": "train_local"}
+    fetches = {"job": "digits-2", "round": 0, "work": "prepare", "note": "3 of 8 MB"}
+    participants = {
+        f"phone-{number}": Seen(kind="client", online=True, busy=[work])
+        for number, work in enumerate((trains, fetches))
+    }
+    found = FleetSnapshot(at=time.time(), running=True, participants=participants, waiting={})
+    write_sealed_bytes(tmp_path / FILE, found.to_json())
+    with served(tmp_path) as listener:
+        status, _, page = ask(listener, "/devices")
+    assert status == 200
+    assert "<td>digits-1 round 2</td>" in page
+    assert "<td>digits-2: 3 of 8 MB</td>" in page
 
 
 def test_a_console_neither_locks_nor_changes_a_run_that_is_written(make_run):

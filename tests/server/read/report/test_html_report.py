@@ -1,19 +1,30 @@
 """The report as a page: everything is in it, nothing is loaded, and no text becomes markup."""
 
+import dataclasses
 import html.parser
+import io
 import subprocess
 import sys
 import time
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
+from tests.server.read.report.test_suspected_devices import rounds
 from tests.server.storage.records import FINAL, failed_attempt, planned_attempt, round_record
 
 from isthmus.errors import UserError
 from isthmus_server.cli import run as commands
+from isthmus_server.read.pages import report_page
 from isthmus_server.read.pages.report_page import html_page
-from isthmus_server.read.report.report import Report, read_report
-from isthmus_server.storage.events import ParticipantLeft
+from isthmus_server.read.report.report import Report, read_report, show
+from isthmus_server.read.report.suspected_devices import suspicions
+from isthmus_server.storage.events import (
+    LayoutChanged,
+    ParticipantLeft,
+    RunAdopted,
+    ServerTakenOver,
+)
 from isthmus_server.storage.records import CommittedState, Receipt
 from isthmus_server.storage.store import Store
 
@@ -117,7 +128,32 @@ def test_a_page_has_everything_and_loads_nothing(make_job, tmp_path):
         ):
             assert shown in page.text, shown
     assert ": stopped</h1>" in running  # no process works on it
+    assert "What else happened" not in running
     assert "the disk is full" in file.read_text()
+
+
+def test_a_page_says_what_else_happened_as_the_printed_report_does(make_job, tmp_path):
+    store = filled_store(make_job, tmp_path, [])
+    store.plan(planned_attempt(3))
+    clipped = round_record(3, training={"federated": {"clipped": 0.25}})
+    store.commit(clipped, CommittedState())
+    store.log_event(RunAdopted(original=HOSTILE, by="ann", stated="original is gone"))
+    takeover = ServerTakenOver(by="process 2 on b", before="process 1 on a", why="ended", round=3)
+    store.log_event(takeover)
+    store.log_event(LayoutChanged(round=2, changes={"datacenter.ranks": 4}))
+    page = html_page(read_report(store))
+    text = Page(page).text
+    printed = io.StringIO()
+    show(read_report(store), Console(file=printed, width=500))
+    for sentence in (
+        "round 3: 25.00% of the elements of the devices' updates were out of range",
+        "ann had this copy take the place of <script>alert(1)</script>",
+        takeover.sentence,
+        "ranks train in another layout from round 2 on: datacenter.ranks=4",
+    ):
+        assert sentence in text
+        assert sentence in printed.getvalue()
+    assert "<script" not in page
 
 
 def test_a_page_is_written_without_the_console_and_its_server():
@@ -148,3 +184,19 @@ def test_a_long_run_gives_a_page_of_bounded_size(make_job, tmp_path):
     assert [len(line.split()) for line in lines] == [1000] * 2
     assert len(page) < 3_000_000
     assert "The latest 2,000 attempts; isthmus report --json has all 5,000." in page
+
+
+def test_a_page_of_many_incidents_still_says_which_devices_to_look_at(
+    make_job, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(report_page, "MAX_ROWS", 2)
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    empty = read_report(store)
+    store.close()
+    clipped = {"federated": {"clipped": 0.25}}
+    found = [dataclasses.replace(each, training=clipped) for each in rounds(40, ["phone-003"])]
+    text = Page(html_page(Report(**{**vars(empty), "rounds": found}))).text
+    (sentence,) = suspicions(found)
+    assert sentence in text
+    assert "round 40: 25.00% of the elements" in text
+    assert "round 38: 25.00% of the elements" not in text

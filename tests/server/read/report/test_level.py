@@ -48,12 +48,17 @@ def test_the_report_and_both_pages_say_the_same(make_job, tmp_path, served_by, n
     assert level.claim in page
 
 
-def test_both_say_what_the_job_needs_of_owners(make_job, tmp_path):
+def test_all_say_what_the_job_needs_of_owners(make_job, tmp_path):
     needs = 'weights = "exact"'
     secure = ("federated.secure_aggregation=true", "federated.cohort=15")
     job = make_job(*secure, 'federated.weights="exact"')
     store = Store.create(tmp_path / "run", job, tmp_path)
     assert list(read_report(store).owners_need) == [needs]
+    output = StringIO()
+    report.show(read_report(store), Console(file=output, width=4000))
+    line = f"devices need in policy.toml: {needs}"
+    assert line in output.getvalue()
+    assert line in html.unescape(html_page(read_report(store)))
     store.close()
     with served(tmp_path / "run") as listener:
         assert needs in html.unescape(ask(listener, "/runs/run")[2])

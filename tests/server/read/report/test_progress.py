@@ -187,6 +187,15 @@ def test_no_event_of_a_server_forges_lines_or_controls_the_terminal(text):
             "waiting for 4 devices and 1 datacenter; ready: 1 of 4 devices; missing: a",
         ),
         (
+            WaitingForParticipants(clients=4, datacenters=0, away=9, check_ins=(60.0, 90.0, 180.0)),
+            "waiting for 4 devices; ready: 0 of 4 devices; 9 devices are away until they check in, "
+            "the next at 00:01, 00:01 and 00:03 UTC",
+        ),
+        (
+            WaitingForParticipants(clients=4, datacenters=0, ready=5, away=9, check_ins=(60.0,)),
+            "waiting for more participants; ready: 5 devices",
+        ),
+        (
             WaitingForParticipants(clients=4, datacenters=0, ready=5, missing=("phone-1",)),
             "waiting for phone-1; ready: 5 devices",
         ),

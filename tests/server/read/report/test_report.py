@@ -19,6 +19,7 @@ from tests.server.strategy.observations import comparison_of, observe
 
 from isthmus.errors import UserError
 from isthmus_server.cli import run as commands
+from isthmus_server.read.pages.report_page import html_page
 from isthmus_server.read.report import explanation_page, report
 from isthmus_server.read.report.explain import explain
 from isthmus_server.read.report.progress import ProgressView
@@ -202,6 +203,9 @@ def test_the_page_says_what_participants_sent_and_received(make_job, tmp_path):
     cost = dataclasses.replace(Cost.of([], 1.0), device_bytes=500_000)
     store.commit(round_record(2, cost=cost), CommittedState())
     assert "in one attempt; with evaluations and comparisons 5.31 MB in all\n" in shown()
+    page = html_page(read_report(store))
+    assert "<p>Devices sent 0.0625 MB and received 4.75 MB, each at most 0.0312 MB" in page
+    assert "<p>Datacenters sent 4 MB and received 8 MB, each at most" in page
     store.close()
 
 
@@ -215,6 +219,24 @@ def test_names_of_metrics_are_not_folded_in_a_narrow_terminal(make_job, tmp_path
     report.show(read_report(store), Console(file=output, width=80))
     store.close()
     assert {"public_accuracy", "public_loss"} < set(output.getvalue().split())
+
+
+@pytest.mark.parametrize("width", [40, 72, 80, 120])
+def test_figures_are_not_cut_in_a_narrow_terminal(make_job, tmp_path, width):
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    metrics = {"accuracy": 0.583, "public_accuracy": 0.98, "public_loss": 0.1022}
+    store.plan(planned_attempt(1, attempt=12))
+    reason = "the policy's third phase, which goes on to the end"
+    record = round_record(1, metrics=metrics, reason=reason, attempt=12)
+    record = dataclasses.replace(
+        record, seconds=1234.56, cost=dataclasses.replace(record.cost, price=98.75)
+    )
+    store.commit(record, CommittedState())
+    output = StringIO()
+    report.show(read_report(store), Console(file=output, width=width))
+    store.close()
+    for figure in ("1 try 12", "98.75", "1234.56"):
+        assert f"│ {figure}" in output.getvalue()
 
 
 def test_devices_that_were_lost_for_one_reason_are_told_in_a_line():

@@ -7,6 +7,7 @@ import pytest
 from tests.server.storage.records import round_record
 
 from isthmus_server.read.report.left_out_groups import left_out_sums
+from isthmus_server.read.report.notes import devices_to_look_at
 from isthmus_server.read.report.report import told_incidents
 from isthmus_server.read.report.suspected_devices import suspected_devices, suspicions
 from isthmus_server.storage.records import Receipt
@@ -47,8 +48,10 @@ def test_liars_are_named_and_nobody_else():
     found = suspected_devices(rounds(40, liars))
     assert [each.device for each in found] == liars
     assert all(each.left_out == each.rounds == 40 for each in found)
-    (*_, sentence) = suspicions(rounds(40, liars))
-    assert "left out in 40 of 40 rounds" in sentence
+    sentences = suspicions(rounds(40, liars))
+    assert all("left out in 40 of 40 rounds" in sentence for sentence in sentences)
+    job = {"federated": {"robust": None}}
+    assert devices_to_look_at(job, rounds(40, liars)) == sentences
 
 
 def test_a_group_that_was_left_out_is_told_as_one_and_accuses_no_device():

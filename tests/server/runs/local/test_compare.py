@@ -96,8 +96,8 @@ def test_a_run_that_fails_leaves_the_results_of_the_others(compare, tmp_path):
     assert second[1]["accuracy"] == 0.5
     assert "run 2 of 4: federated.cohort=5, seed 1 failed: the task\\nfailed" in printed
     assert re.search(r"federated.cohort .* rounds .* cost .* loss .* accuracy .* failed", printed)
-    assert re.search(r"4 .* 3.0 .* 2.0 .* 0.5 .* - .* 0 of 2", printed)
-    assert re.search(r"5 .* 3.0 .* 2.0 .* - .* 0.5 .* 1 of 2", printed)
+    assert re.search(r"4 .* 3 .* 2.0 .* 0.5 .* - .* 0 of 2", printed)
+    assert re.search(r"5 .* 3 .* 2.0 .* - .* 0.5 .* 1 of 2", printed)
     page = (tmp_path / "sweep" / "comparison.html").read_text()
     assert "federated.cohort=4" in page
 
@@ -340,7 +340,7 @@ def test_the_spread_over_seeds_is_shown_and_among_the_results(compare):
     assert first["deviations"]["loss"] == pytest.approx(0.125**0.5)
     assert math.isnan(second["deviations"]["loss"])
     assert "mean of 2 seeds +- their standard deviation" in printed
-    assert re.search(r"│ 4 +│ +3.0 │ +2.0 │ +0.5 \+- 0.35 │", printed)
+    assert re.search(r"│ 4 +│ +3 │ +2.0 │ +0.5 \+- 0.35 │", printed)
 
 
 def test_one_seed_has_no_spread(compare):
@@ -356,6 +356,6 @@ def test_time_and_bytes_have_columns_if_they_are_known():
     console.print(comparison_table([{"rounds": 3}], [[run, second]]))
     printed = console.export_text()
     assert re.search(r"┃ rounds ┃ rounds ┃ cost ┃ +seconds ┃ MB of devices ┃", printed)
-    assert re.search(r"│ 3 +│ +3.0 │ +2.0 │ 13.5 \+- 1.4 │ +3 │", printed)
+    assert re.search(r"│ 3 +│ +3 │ +2.0 │ 13.5 \+- 1.4 │ +3 │", printed)
     nothing = {**run, "seconds": 0.0, "device_bytes": 0}
     assert len(comparison_table([{"rounds": 3}], [[nothing]]).columns) == 3

@@ -4,8 +4,8 @@ import tempfile
 
 import pytest
 from rich.console import Console
+from tests.free_ports import free_ports
 from tests.server.listeners import RecordingListener
-from tests.server.real_nginx import free_port
 
 from isthmus.errors import UserError
 from isthmus.identity.tls import is_socket
@@ -26,7 +26,7 @@ def listening(make_job, tmp_path, address, link):
 async def test_participants_connect_where_a_local_run_listens(make_job, tmp_path, way):
     link, listener = Link(10.0), RecordingListener()
     link.listeners.attach(listener)
-    port = free_port()
+    port = free_ports(1)
     async with listening(make_job, tmp_path, ("127.0.0.1", port), link) as processes:
         assert is_socket(processes.address)  # for its own processes, whose code it decides
         address = processes.address if way == "the socket" else f"127.0.0.1:{port}"

@@ -73,7 +73,10 @@ function drawQuality(section, runs, select) {
   const chosen = names.includes(wanted) ? wanted : names[0];
   select.value = chosen ?? "";
   section.querySelector(".charts").hidden = !names.length;
-  section.querySelector(".empty").hidden = names.length > 0;
+  const empty = section.querySelector(".empty");
+  empty.hidden = names.length > 0;
+  // Not in the page, which a browser without scripts or styles would show in any case.
+  empty.textContent = names.length ? "" : "No round was evaluated so far.";
   if (!chosen) return;
   for (const box of section.querySelectorAll(".plot")) {
     const x = box.dataset.x;
