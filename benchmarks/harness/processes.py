@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -243,11 +244,14 @@ def output_of(
 
 
 def free_port() -> int:
-    """A free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A free port of the loopback interface, below those that Linux gives to connections.
+
+    A program listens there later, and by then one of many connections could have another port.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def wait_for_port(port: int, program: Program, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 @click.option(
     "--network",
     is_flag=True,
-    help="Instead of a plan: put devices behind two aggregators, and kill or cut off one in a "
-    "round of each kind.",
+    help="Instead of a plan: put devices behind two aggregators, a standby and a mirror, and kill, "
+    "stop or cut off each of these in a round of each kind.",
 )
 @click.option(
     "--sample",
@@ -87,7 +88,7 @@ def chaos(
     """
     from isthmus_chaos import worker
     from isthmus_chaos.network_plan import AGGREGATORS, faults_of, rounds_with_aggregators
-    from isthmus_chaos.plan import make_plan
+    from isthmus_chaos.plan import TRUSTED, make_plan
 
     loaded = load_job(job, overrides)
     if crash_sweep and network:
@@ -112,6 +113,10 @@ def chaos(
             for fault in faults:
                 click.echo(f"{fault.at:6.1f} s  {fault.describe()}")
         return
+    directory = state or Path(tempfile.mkdtemp(prefix="isthmus-chaos-"))
+    if network:
+        # Devices read it when they dial the mirror, which is after the deployment has written it.
+        os.environ["SSL_CERT_FILE"] = str((directory / TRUSTED).absolute())
     worker.install()  # before PyTorch and the rest of the product are imported
     from isthmus_server.cli.run import run_until_stopped
     from isthmus_server.runs.local.fork_server import ParticipantForkServer
@@ -122,7 +127,6 @@ def chaos(
         from isthmus_chaos.network_sweep import NetworkSweep
         from isthmus_chaos.session import ChaosSession
 
-        directory = state or Path(tempfile.mkdtemp(prefix="isthmus-chaos-"))
         base = job.resolve().parent
         aggregators = AGGREGATORS if network else 0
         deployment = ChaosDeployment(loaded, base, directory, fork_server, datacenters, aggregators)

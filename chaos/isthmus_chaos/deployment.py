@@ -2,7 +2,8 @@
 
 Everything is as in production: a state directory with an authority, tokens, memberships, one
 process for each participant. Between each participant and the server is a proxy; with aggregators,
-between each device and one of them, and between each of them and the server.
+between each device and one of them, and between each of them and the server. Then there are a
+standby of the server and a mirror as well: a web server from which devices get their models.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import shutil
 import socket
 import sqlite3
@@ -20,8 +22,18 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining, tls
 from isthmus.job import Job
 from isthmus.job.schema import with_changes
+from isthmus.system.private_files import write_private_file
 from isthmus.wire import operator_pb2
-from isthmus_chaos.plan import SERVER, aggregator_names, datacenter_names, device_names
+from isthmus_chaos.mirror_web import MirrorWeb
+from isthmus_chaos.plan import (
+    MIRROR,
+    SERVER,
+    STANDBY,
+    TRUSTED,
+    aggregator_names,
+    datacenter_names,
+    device_names,
+)
 from isthmus_chaos.processes import SupervisedProcess
 from isthmus_chaos.proxy import DisturbedLink
 from isthmus_server.cli.operators import OperatorClient
@@ -37,6 +49,8 @@ _POLL_SECONDS = 0.05
 _CANCEL_TRIES = 30
 _PERSONAL_MB = 100
 """What jobs may keep on a device, such as the part of an update that compression left out."""
+_PORTS = range(20_000, 32_000)
+"""Ports below those that Linux gives to connections by default."""
 
 
 class ChaosDeployment:
@@ -76,6 +90,15 @@ class ChaosDeployment:
         self.processes: dict[str, SupervisedProcess] = {}
         self.links: dict[str, DisturbedLink] = {}
         self.port = 0
+        """Where the server is dialed."""
+        self._ports: dict[str, tuple[int, ...]] = {}
+        """Where the server listens, and its standby when it has taken over, by process."""
+        self.stopped = ""
+        """The server process whose kernel takes connections that it does not answer."""
+        self._joining = 0
+        """Port where participants join."""
+        self._balancer: DisturbedLink | None = None
+        self._web: MirrorWeb | None = None
         self._fork_server = fork_server
         self._source = (base / job.task.source.rpartition(":")[0]).resolve()
         if not self._source.is_file():
@@ -115,9 +138,12 @@ class ChaosDeployment:
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         initialise(self.server_state, ["127.0.0.1"])
         self.copy_task()
-        self.port = _free_pair()
-        address = f"127.0.0.1:{self.port}"
-        self._add(SERVER, ["server", "start", str(self.server_state), "--address", address])
+        if self.aggregators:
+            await self._start_two_servers()
+        else:
+            self.port = _free_pair()
+            self._joining = self.port + 1
+            self._start_server(SERVER, (self.port, self._joining))
         await self._until_listening()
         await self._join(_OPERATOR, "operator", self.directory / _OPERATOR)
         ports = [await self._add_aggregator(*each) for each in enumerate(self._aggregator_names())]
@@ -137,6 +163,53 @@ class ChaosDeployment:
             launch = ["datacenter", "launch", "--state", str(state), "--server", proxied]
             ranks = ["--ranks", str(self.ranks), "--grace", "5", "--tasks", str(self.tasks)]
             self._add(name, [*launch, *ranks, *self.data_options])
+
+    async def _start_two_servers(self) -> None:
+        """Start a server and its standby with a mirror, all of them behind proxies."""
+        authority = CertificateAuthority(self.server_state)
+        key_and_certificate = self.directory / "mirror.pem"
+        write_private_file(key_and_certificate, b"".join(authority.server_pair()))
+        (self.directory / TRUSTED).write_bytes(tls.pem(authority.certificate))
+        folder = self.directory / MIRROR
+        folder.mkdir()
+        self._web = MirrorWeb(folder, key_and_certificate)
+        await self._proxied(MIRROR, self._web.port)
+        options = ["--standby", "--one-port", "--mirror", f"file:{folder}"]
+        options += ["--mirror-url", self._mirror_address()]
+        port = _free_pair()
+        self._start_server(SERVER, (port,), *options)
+        # The first one to start serves, and the other one waits for its end.
+        await self._until_listening()
+        self._start_server(STANDBY, (port + 1,), *options)
+        # One address, as that of a balancer in front of both.
+        self._balancer = DisturbedLink(self._serving_port)
+        await self._balancer.listen()
+        self.port = self._joining = self._balancer.port
+
+    def _start_server(self, name: str, ports: tuple[int, ...], *options: str) -> None:
+        self._ports[name] = ports
+        address = f"127.0.0.1:{ports[0]}"
+        start = ["server", "start", str(self.server_state), "--address", address]
+        self._add(name, [*start, *options], folder=self.server_state)
+
+    def serving(self) -> str | None:
+        """The server process that listens now; None between one and the next."""
+        for name, ports in self._ports.items():
+            if name != self.stopped and all(map(_listens, ports)):
+                return name
+        return None
+
+    @property
+    def models_from_mirror(self) -> int:
+        """Models that the mirror has sent."""
+        return 0 if self._web is None else self._web.sent
+
+    def _serving_port(self) -> int | None:
+        name = self.serving()
+        return None if name is None else self._ports[name][0]
+
+    def _mirror_address(self) -> str:
+        return f"https://127.0.0.1:{self.links[MIRROR].port}/"
 
     def copy_task(self) -> None:
         """Copy the task's folder to where all processes load it, and its data, if they are apart.
@@ -167,10 +240,14 @@ class ChaosDeployment:
         """End every process; returns a sentence for each that did not end by itself."""
         problems = [
             await process.stop()
-            for process in sorted(self.processes.values(), key=lambda one: one.name == SERVER)
+            for process in sorted(self.processes.values(), key=lambda one: one.name in self._ports)
         ]
         for link in self.links.values():
             await link.close()
+        if self._balancer is not None:
+            await self._balancer.close()
+        if self._web is not None:
+            await asyncio.to_thread(self._web.close)
         return [problem for problem in problems if problem]
 
     def _left_out(self, folder: str, names: list[str]) -> list[str]:
@@ -178,11 +255,11 @@ class ChaosDeployment:
         left_out = ("__pycache__", "runs")
         return [n for n in names if n in left_out or Path(folder, n) == self.directory]
 
-    def _add(self, name: str, arguments: list[str]) -> None:
+    def _add(self, name: str, arguments: list[str], folder: Path | None = None) -> None:
         process = SupervisedProcess(
             name,
             arguments,
-            self.participant_state(name),
+            folder or self.participant_state(name),
             self.directory / f"{name}.control",
             self.directory / "logs" / f"{name}.log",
             self._fork_server,
@@ -215,14 +292,14 @@ class ChaosDeployment:
         """Wait until the server listens and every participant has a connection to it."""
         end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end:
-            listening = all(map(_listens, (self.port, self.port + 1)))
-            if listening and all(link.connected for link in self.links.values()):
+            links = [link for name, link in self.links.items() if name != MIRROR]
+            if self.serving() and all(link.connected for link in links):
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _until_listening(self) -> None:
         end = time.monotonic() + _START_SECONDS
-        while not all(map(_listens, (self.port, self.port + 1))):
+        while not self.serving():
             if time.monotonic() > end or self.processes[SERVER].exits:
                 log = self.processes[SERVER].log.read_text(errors="replace")
                 raise UserError(f"the server did not start: {log[-300:]}")
@@ -239,8 +316,11 @@ class ChaosDeployment:
             "secure_aggregation": str(is_secure).lower(),
             "buffered": str(is_buffered).lower(),
         }
+        own = [f"personal_mb = {_PERSONAL_MB}"]
+        if self._web is not None:
+            own.append(f'server_sources = ["{self._mirror_address()}*"]')
         lines = [f"{key} = {text}" for key, text in allowed.items()]
-        return "\n".join([f"personal_mb = {_PERSONAL_MB}", "[privacy]", *lines, ""])
+        return "\n".join([*own, "[privacy]", *lines, ""])
 
     async def _join(self, name: str, kind: str, state: Path) -> None:
         """Create a token as `isthmus server token create` does, and join with it."""
@@ -249,7 +329,7 @@ class ChaosDeployment:
         with contextlib.closing(Registry(self.server_state)) as registry:
             expires = time.time() + _TOKEN_SECONDS
             registry.add_token(token.digest, name=name, kind=kind, expires=expires)
-        await joining.join(f"127.0.0.1:{self.port + 1}", token, state, kind)
+        await joining.join(f"127.0.0.1:{self._joining}", token, state, kind)
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -289,15 +369,16 @@ class ChaosDeployment:
 
 
 def _free_pair() -> int:
-    """A port that is free together with the next one."""
+    """A port that is free together with the next one.
+
+    It is below those that the system gives to connections: a standby listens only when it takes
+    over, and a process that was killed begins again at its port.
+    """
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
+        port = random.choice(_PORTS)  # noqa: S311 - not secret
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for each in (port, port + 1):
+                stack.enter_context(socket.create_server(("127.0.0.1", each)))
             return port
 
 

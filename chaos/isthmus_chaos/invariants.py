@@ -93,6 +93,10 @@ class InvariantChecker:
         final = self._final_record(id_)
         return str(final["model_sha256"])
 
+    def model_bytes(self, id_: str) -> int:
+        """The size of the final model of a finished job."""
+        return Path(self._final_record(id_)["model_path"]).stat().st_size
+
     @property
     def repeatable(self) -> bool:
         """Whether two runs of the job have the same model; noise differs in every run."""

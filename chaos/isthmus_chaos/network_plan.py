@@ -1,4 +1,4 @@
-"""The faults of aggregators, and jobs with a round of each kind: what a sweep of these tries.
+"""The faults of what a fleet past one process has, and jobs with a round of each kind.
 
 Nothing here imports what the processes of a deployment are made of.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.schema import with_changes
-from isthmus_chaos.plan import CUT, HALF_OPEN, KILL, aggregator_names
+from isthmus_chaos.plan import CUT, HALF_OPEN, KILL, MIRROR, SERVER, STOP, aggregator_names
 
 AGGREGATORS = 2
 """How many the deployment has."""
@@ -29,8 +29,19 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 REPEATABLE = frozenset({"plain", "secure", "encoded"})
 """Kinds whose model has the SHA-256 of a run without faults, as long as the same devices are in
 each round: not buffered ones, and not those in which devices keep what they have not sent."""
-FAULTS = (KILL, CUT, HALF_OPEN)
-"""Faults of an aggregator: it is killed, or its way to the server is cut or carries nothing."""
+AGGREGATOR = "aggregator"
+FAULTS = (
+    (AGGREGATOR, KILL),
+    (AGGREGATOR, CUT),
+    (AGGREGATOR, HALF_OPEN),
+    (SERVER, KILL),
+    (SERVER, STOP),
+    (MIRROR, CUT),
+    (MIRROR, HALF_OPEN),
+)
+"""What happens to what: an aggregator is killed, or its way to the server is cut or carries
+nothing; the server that serves is killed, or stopped until its standby has taken over; the ways of
+all devices to the mirror are cut or carry nothing."""
 
 
 def rounds_with_aggregators(job: Job) -> Job:
@@ -72,28 +83,33 @@ def of_kind(job: Job, kind: str) -> Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class AggregatorFault:
-    """A fault of one aggregator in a round of a kind."""
+class NetworkFault:
+    """A fault in a round of a kind."""
 
     kind: str
     """Key of `KINDS`: what kind of round it is in."""
     what: str
-    """`kill`, or `cut` or `half-open` between the aggregator and the server."""
+    """The second part of one of `FAULTS`."""
     target: str
+    """`server` is the one that serves then, perhaps the standby."""
 
     def __str__(self) -> str:
         return f"{self.kind:<10} {self.what:<9} {self.target}"
 
 
-def faults_of(seed: int, sample: int | None) -> list[AggregatorFault]:
+def faults_of(seed: int, sample: int | None) -> list[NetworkFault]:
     """Each fault in each kind of round, or `sample` of them.
 
     >>> len(faults_of(1, None)), faults_of(1, 2) == faults_of(1, 2)
-    (15, True)
+    (35, True)
     """
     draw = random.Random(f"isthmus/network/{seed}")  # noqa: S311 - repeatable, not secret
     names = aggregator_names(AGGREGATORS)
-    every = [AggregatorFault(kind, what, draw.choice(names)) for kind in KINDS for what in FAULTS]
+    every = [
+        NetworkFault(kind, what, draw.choice(names) if part == AGGREGATOR else part)
+        for kind in KINDS
+        for part, what in FAULTS
+    ]
     if sample is None or sample >= len(every):
         return every
     drawn = set(draw.sample(range(len(every)), sample))

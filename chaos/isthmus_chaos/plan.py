@@ -24,6 +24,12 @@ TORN_WRITE = "torn-write"
 CLOCK_JUMP = "clock-jump"
 
 SERVER = "server"
+STANDBY = "standby"
+"""The second server of a deployment with aggregators."""
+MIRROR = "mirror"
+"""The web server there, from which devices get models."""
+TRUSTED = "trusted.pem"
+"""The file of a deployment with the authority that devices trust at the mirror."""
 RANK = "/rank"
 """Ends the target of a fault of a datacenter's rank; its number is the fault's amount."""
 

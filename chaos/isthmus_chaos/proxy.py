@@ -1,4 +1,4 @@
-"""A TCP proxy between one participant and the server, whose connections can be disturbed."""
+"""A TCP proxy between two parts of a deployment, whose connections can be disturbed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Callable
 
 _CHUNK = 1 << 16
 
@@ -13,8 +14,8 @@ _CHUNK = 1 << 16
 class DisturbedLink:
     """Forwards connections of one participant; by default without any disturbance."""
 
-    def __init__(self, server_port: int) -> None:
-        """Connect to the server at this loopback port."""
+    def __init__(self, server_port: int | Callable[[], int | None]) -> None:
+        """Connect to the server at a loopback port, or at one that is found for each connection."""
         self._server_port = server_port
         self._server: asyncio.Server | None = None
         self._ends: set[asyncio.StreamWriter] = set()
@@ -80,8 +81,11 @@ class DisturbedLink:
         if self._refusing:
             writer.transport.abort()
             return
+        port = self._server_port if isinstance(self._server_port, int) else self._server_port()
         try:
-            server, to_server = await asyncio.open_connection("127.0.0.1", self._server_port)
+            if port is None:
+                raise ConnectionRefusedError("no server listens")
+            server, to_server = await asyncio.open_connection("127.0.0.1", port)
         except OSError:  # the server is down
             writer.transport.abort()
             return

@@ -26,6 +26,7 @@ from isthmus.transport.blob_sources import NamedSource
 from isthmus_clients.device import resource_limits
 from isthmus_clients.device.agent import Agent, serve
 from isthmus_clients.device.own_figures import OwnFigures
+from isthmus_clients.device.own_link import OwnLink
 from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
@@ -131,9 +132,14 @@ def spent(state: Path, delta: float) -> None:
 @client.command()
 @_STATE
 def status(state: Path) -> None:
-    """Say how many updates of this device had an effect, and what models achieve on its data."""
+    """Say where this device is linked, what its updates did, and what models achieve on its data.
+
+    The address of the link is that of the server or of an aggregator, as the device dials it.
+    """
     member = Membership(state)
     click.echo(f"{member.name} of {member.server}: {UpdateTally.read(state).sentence}")
+    if link := OwnLink.read(state).sentence:
+        click.echo(link if member.is_in_use else "not running")
     for sentence in OwnFigures.read(state).sentences:
         click.echo(f"on its own data: {sentence}")
 
@@ -316,6 +322,7 @@ def start(
             account=ExamplesAccount(state, limits.privacy.examples_epsilon, limits.privacy.delta),
             tally=UpdateTally(state),
             own_figures=OwnFigures(state),
+            own_link=OwnLink(state),
             tasks=tasks,
             guard=guard,
             host=host,

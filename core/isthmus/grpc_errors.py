@@ -23,6 +23,8 @@ NO_PROTOCOL = "what answers there takes none of gRPC's connections over TLS"
 """In the message for what offers other protocols in TLS, as balancers do that end it."""
 LOGIN_REFUSED = "the proxy answered 407"
 """The message for a proxy that asks for a login, or does not accept the one that it was given."""
+NOT_LINKED = "this aggregator has no link to its server now"
+"""The answer of an aggregator that waits for its server."""
 _CLOSED = "it closed the connection"
 HANDSHAKE_FAILURES = (NOT_PASSED, _CLOSED)
 """In the messages for TLS handshakes that failed: the server's certificate was not accepted, or

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from isthmus.errors import JobError, UpdateError
+from isthmus.extras import install_line
 
 # Before flwr is imported: by default it sends telemetry of every start and message.
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
@@ -58,7 +59,7 @@ try:
 except ModuleNotFoundError as error:
     raise JobError(
         f"this job uses Flower, which is not installed here (no module {error.name!r}); install "
-        "Isthmus with its extra `flower`: pip install 'isthmus[flower]'"
+        f"Isthmus with its extra `flower`: {install_line('flower')}"
     ) from None
 
 __all__ = [

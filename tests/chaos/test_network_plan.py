@@ -1,4 +1,4 @@
-"""Which faults of aggregators are tried, and in which jobs."""
+"""Which faults past one process are tried, and in which jobs."""
 
 import pytest
 
@@ -16,9 +16,9 @@ from isthmus_chaos.network_plan import (
 def test_every_fault_is_tried_in_rounds_of_every_kind():
     faults = faults_of(1, None)
     assert [(each.kind, each.what) for each in faults] == [
-        (kind, what) for kind in KINDS for what in FAULTS
+        (kind, what) for kind in KINDS for _, what in FAULTS
     ]
-    assert {each.target for each in faults} == {"sums-0", "sums-1"}
+    assert {each.target for each in faults} == {"sums-0", "sums-1", "server", "mirror"}
     assert set(KINDS) > REPEATABLE
 
 

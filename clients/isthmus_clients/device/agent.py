@@ -29,6 +29,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.link_rate import too_slow
 from isthmus_clients.device.own_figures import OwnFigures
+from isthmus_clients.device.own_link import OwnLink
 from isthmus_clients.device.received_models import ReceivedModels
 from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_measurements import evaluate, score
@@ -92,6 +93,7 @@ class Agent:
         account: ExamplesAccount | None = None,
         tally: UpdateTally | None = None,
         own_figures: OwnFigures | None = None,
+        own_link: OwnLink | None = None,
         weights: WeightKeeper | None = None,
     ) -> None:
         """Create a device.
@@ -119,6 +121,7 @@ class Agent:
             account: what training has cost the examples of this device.
             tally: counts its updates for its owner.
             own_figures: keeps its own evaluations for its owner; None keeps none.
+            own_link: keeps the address of its link for its owner, likewise.
             weights: gets the files that models start from; None for those at the job's path.
 
         Raises:
@@ -133,6 +136,7 @@ class Agent:
         self._account = account or ExamplesAccount(None)
         self._tally = tally or UpdateTally(None)
         self._own_figures = own_figures
+        self._own_link = own_link or OwnLink(None)
         self._weights = weights
         self._active: ActiveRun | None = None
         self._guard = guard
@@ -214,6 +218,7 @@ class Agent:
             stays=self._guard is not None and not self._guard.limits.hang_up,
             others=others,
             places=self._places,
+            on_link=self._own_link.note,
         )
         self._pull = uplink.piece
         self._link_received = uplink.received
@@ -499,7 +504,9 @@ class Agent:
         return trained, update
 
     def _named(self, update: Buffer) -> link_pb2.Blob:
-        """The name by which the server fetches an update."""
+        """The name by which the server fetches an update; the link names what passes as a file."""
+        if self._shares:
+            return link_pb2.Blob(size=len(update))
         return describe(update)
 
     def _agree(self, work: link_pb2.Agree) -> tuple[link_pb2.Reply, Buffer | None]:

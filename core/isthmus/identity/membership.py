@@ -21,7 +21,7 @@ from isthmus.identity import tls
 from isthmus.identity.balancers import host_and_port, is_behind_balancer
 from isthmus.identity.proxies import ProxyChoice, Road, road_to
 from isthmus.system.clocks import utc
-from isthmus.system.file_lock import file_lock
+from isthmus.system.file_lock import file_lock, is_locked
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
 from isthmus.system.sealed_files import read_sealed, write_sealed
 
@@ -252,6 +252,11 @@ class Membership:
             raise ValueError(f"{_AUTHORITY} did not sign the certificate in {_CREDENTIALS}")
         if tls.subject_of(self.certificate).identity != self.identity_public:
             raise ValueError(f"{_IDENTITY} is not the identity in {_CREDENTIALS}")
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a process holds the lock of this membership, or may hold it."""
+        return is_locked(self.directory / "lock")
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the exclusive lock of this membership inside the block.

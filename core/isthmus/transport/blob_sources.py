@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from isthmus.errors import UpdateError, UserError
+from isthmus.errors import UpdateError, UserError, cause_of
 from isthmus.printable import in_a_line
 from isthmus.provided import make_provided
 from isthmus.transport.blobs import Assembly, Piece
@@ -92,6 +92,9 @@ class Rest:
 class RestingSource:
     """A source that is not asked for a while after it hung."""
 
+    then = ""
+    """What follows where it had something else or could not be read, for the end of a sentence."""
+
     def __init__(self, named: str, rest: Rest | None = None) -> None:
         """`named` is for the log; `rest` is that of several sources together."""
         self.named = named
@@ -100,6 +103,10 @@ class RestingSource:
     def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
         """See `BlobSource.open`."""
         raise NotImplementedError
+
+    def about(self, blob: str) -> str:
+        """How a sentence begins about what it does with a blob; a verb follows."""
+        return f"{self.named}: blob {blob}: it"
 
     def failed(self) -> None:
         """It had something else under the name of a blob, or could not be read to its end."""
@@ -240,7 +247,9 @@ class _Reader:
         self._sha256 = begun.blob.sha256.hex()
         self._size = begun.blob.size
         self._offset = begun.offset
-        self.shown = f"{source.named}: blob {self._sha256[:16]}"
+        self.shown = source.about(self._sha256[:16])
+        """The beginning of sentences."""
+        self.then = source.then
 
     def read(self) -> None:
         """Read to the end, beginning again where a stream ended early."""
@@ -256,19 +265,28 @@ class _Reader:
                 with stream:
                     self._copy(stream)
                 if self._offset == self._size:
-                    log.info("%s: %d bytes", self.shown, self._size - first)
+                    log.info("%s gave %s bytes", self.shown, f"{self._size - first:,}")
                     return
-                why = "it ends early"
+                why = "it sends only a part"
             except _Unwanted:
                 return
             except UpdateError as error:
-                log.warning("%s: it has something else under this name (%s)", self.shown, error)
+                log.warning(
+                    "%s has something else under this name (%s)%s",
+                    self.shown,
+                    error,
+                    self._source.then,
+                )
                 self._source.failed()
                 return
             except Exception as error:  # noqa: BLE001 - third-party code may raise anything
-                why = in_a_line(f"{type(error).__name__}: {error}")
+                why = in_a_line(_reason(error))
             tries = _TRIES if self._offset > start else tries - 1
-        log.warning("%s: it cannot be read to its end (%s)", self.shown, why)
+        if why.startswith("it "):
+            what = why.removeprefix("it ")
+        else:
+            what = f"cannot be read to its end ({why})"
+        log.warning("%s %s%s", self.shown, what, self._source.then)
         self._source.failed()
 
     def _copy(self, stream: IO[bytes]) -> None:
@@ -290,6 +308,13 @@ class _Reader:
         filling.add(self._number, data)
 
 
+def _reason(error: Exception) -> str:
+    """What a source has raised: a fault of the system without its type, which says nothing more."""
+    if isinstance(error, OSError) and str(error):
+        return cause_of(error)
+    return f"{type(error).__name__}: {error}"
+
+
 async def _ended(reader: _Reader, silence: Callable[[], float]) -> threading.Thread | None:
     """Have a source read in a thread, which is left behind if it gives too little for too long.
 
@@ -305,10 +330,10 @@ async def _ended(reader: _Reader, silence: Callable[[], float]) -> threading.Thr
         left = SILENT_SECONDS - silence()
         if left <= 0:
             log.warning(
-                "%s: it gave too little for %g s, and is not asked again for %g s",
+                "%s gave too little for %g s%s",
                 reader.shown,
                 SILENT_SECONDS,
-                REST_SECONDS,
+                reader.then or f", and is not asked again for {REST_SECONDS:g} s",
             )
             return reading.thread
         await asyncio.wait((reading.done,), timeout=left)  # it may have given something meanwhile

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from http.client import HTTPMessage, HTTPResponse
 from typing import IO
 
-from isthmus.errors import UserError
+from isthmus.errors import UserError, cause_of
+from isthmus.identity.stations import tls_reason
 from isthmus.transport.kept_connections import KeepingHandler, KeptConnection
 from isthmus.transport.timely_answers import TimelyHandler
 
@@ -110,7 +111,7 @@ class HttpsSource:
                 raise OSError(f"it has fewer than {size} bytes under this name") from None
             raise OSError(f"{self.named} answers {error.code} {error.reason}") from None
         except urllib.error.URLError as error:
-            raise OSError(f"{self.named} cannot be reached: {error.reason}") from None
+            raise OSError(f"{self.named} cannot be reached: {reason_of(error)}") from None
         begin, total = _part(answer.headers, answer.status)
         if begin not in (0, offset) or total not in (size, None):
             answer.close()
@@ -181,6 +182,20 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
             # reached without it would read it.
             following.remove_header("Proxy-authorization")
         return following
+
+
+def reason_of(error: urllib.error.URLError) -> str:
+    """Why nothing could be asked, without the numbers of the system.
+
+    >>> reason_of(urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")))
+    'Connection refused'
+    """
+    reason = error.reason
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return f"its certificate does not pass: {reason.verify_message}"
+    if isinstance(reason, ssl.SSLError):
+        return tls_reason(reason)
+    return cause_of(reason) if isinstance(reason, Exception) else str(reason)
 
 
 def _part(headers: HTTPMessage, status: int) -> tuple[int, int | None]:

@@ -14,15 +14,15 @@ from http.client import HTTPResponse
 from typing import IO, cast
 
 from isthmus.errors import UserError
-from isthmus.transport.blob_sources import RestingSource
+from isthmus.transport.blob_sources import REST_SECONDS, RestingSource
 from isthmus.transport.encrypted_blobs import keystream
 from isthmus.transport.https_source import HttpsSource
 from isthmus.transport.kept_connections import KeptConnection
 from isthmus.transport.server_addresses import (
     ServerAddresses,
+    host_of,
     is_of_a_blob,
     name_in,
-    without_query,
 )
 from isthmus.wire import link_pb2
 
@@ -63,11 +63,20 @@ class MirrorSources(ServerAddresses):
 class _MirrorSource(RestingSource):
     """One blob at a mirror."""
 
+    then = (
+        "; models come from the server, and the mirror is left alone for "
+        f"{REST_SECONDS / 60:g} minutes"
+    )
+
     def __init__(self, address: str, key: bytes, sources: MirrorSources) -> None:
-        super().__init__(f"the mirror {without_query(address)}", sources.rest)
+        super().__init__(f"the mirror {host_of(address)}", sources.rest)
         self._address = address
         self._key = key
         self._sources = sources
+
+    def about(self, blob: str) -> str:
+        """See `RestingSource.about`: which blob it is says nothing to an owner."""
+        return self.named
 
     def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
         """See `BlobSource.open`.
@@ -85,9 +94,13 @@ class _MirrorSource(RestingSource):
             )
         except UserError as error:
             raise OSError(str(error)) from None
-        stream = web.open(sha256, size, offset)
+        try:
+            stream = web.open(sha256, size, offset)
+        except OSError as error:
+            # The address begins the sentence already.
+            raise OSError(str(error).replace(f"{web.named} ", "it ", 1)) from None
         if stream is None:
-            log.warning("%s does not have it; it comes on the link", self.named)
+            log.warning("%s does not have a model; it comes from the server", self.named)
             return None
         return cast(IO[bytes], _Decrypted(cast(HTTPResponse, stream), self._key, offset))
 

@@ -12,6 +12,7 @@ to connect far more often, so that it waits after a refusal, unless the login is
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -31,16 +32,23 @@ class RefusedLogin:
         """What the refusal was told as; empty if there was none."""
         self._login = ""
         self._times = 0
+        self._noted_at = -math.inf
+        """Monotonic time of the last refusal."""
 
     def note(self, login: str, sentence: str) -> None:
         """Take note that a login was refused."""
         self._times = self._times + 1 if self.is_same(login) else 1
         self._login = login
+        self._noted_at = time.monotonic()
         self.sentence = sentence
 
     def is_same(self, login: str) -> bool:
         """Whether a login is the one that was refused."""
         return bool(self.sentence) and login == self._login
+
+    def is_resting(self, login: str) -> bool:
+        """Whether a login was refused so lately that nothing is asked with it besides."""
+        return self.is_same(login) and time.monotonic() < self._noted_at + _LATER_SECONDS
 
     def forget(self) -> None:
         """Take note that a proxy let this participant through."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from isthmus.errors import AdmissionRefused, UpdateError
-from isthmus.grpc_errors import HANDSHAKE_FAILURES
+from isthmus.grpc_errors import HANDSHAKE_FAILURES, NOT_PASSED
 from isthmus.identity.membership import Membership
 from isthmus.printable import in_a_line
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
@@ -30,6 +30,8 @@ _LONGEST_SLEEP = 600.0
 
 _LATEST_CLOCK = 2.0**37
 """A later time (in the year 6325) is not a server's."""
+
+_NO_SERVER = "a balancer that passes TLS on may have no server behind it now"
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +100,22 @@ class CertificateRenewal:
             return f"; this machine's clock is at {utc(now)}"
         if not any(words in reason for words in HANDSHAKE_FAILURES):
             return ""
-        begin = utc(certificate.not_valid_before_utc.timestamp())
-        end = utc(certificate.not_valid_after_utc.timestamp())
+        begin = certificate.not_valid_before_utc.timestamp()
+        end = certificate.not_valid_after_utc.timestamp()
+        # Whose certificate is refused has been reached. Who closes a connection may be in between.
+        in_between = "" if NOT_PASSED in reason else _NO_SERVER
+        if in_between and begin <= now < end and self._agree():
+            return f"; this machine's certificate is valid, and the clocks agree: {in_between}"
+        more = in_between and f"; or {in_between}"
         return (
             "; maybe a clock is wrong, or this machine has to join again: its certificate is valid "
-            f"from {begin} to {end}, and {self.clocks()}"
+            f"from {utc(begin)} to {utc(end)}, and {self.clocks()}{more}"
         )
+
+    def _agree(self) -> bool:
+        """Whether the server's clock is known, and this machine's shows about the same."""
+        known = self._server_clock is not None
+        return known and abs(self.server_time() - self._now()) <= TOLERANCE_SECONDS
 
     async def run(self, stream: Stream) -> None:
         """Request the next certificate on an open stream whenever it is time."""

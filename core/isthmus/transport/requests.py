@@ -224,7 +224,9 @@ async def send_result(
             await stream.send(file)
             return
         moved.begin(time.monotonic())
-        again = job.sent_on not in (None, stream)
+        # Also where the broken one was of another request: a device at an aggregator does not go on
+        # with its vector, and the next one would break the stream in the same way.
+        again = moved.has_broken or job.sent_on not in (None, stream)
         job.sent_on = stream
         size = moved.chunk_bytes(chunk_size(len(job.payload)), again=again)
         for message in chunks(pull.sha256, job.payload, offset=pull.offset, chunk_bytes=size):

@@ -138,6 +138,11 @@ def without_query(address: str) -> str:
     return address.partition("?")[0]
 
 
+def host_of(address: str) -> str:
+    """The host of an address with its port, for sentences."""
+    return address.removeprefix(HTTPS).partition("/")[0]
+
+
 def folder_of(address: str) -> str:
     """The folder of an address, for sentences."""
     folder, slash, _ = without_query(address).rpartition("/")

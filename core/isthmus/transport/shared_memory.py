@@ -1,8 +1,9 @@
 """Pass blobs between processes of one user on one machine, as files that the other one opens.
 
 Only processes that one command started do this (`isthmus run`): they trust each other, so a blob
-that is passed this way is copied at most once, and its SHA-256 is not computed again. It needs
-Linux, where `/proc/PID/fd` has the open files of a process, memory included (`memfd_create(2)`).
+that is passed this way is copied at most once, and its SHA-256 is not verified. That of an update
+is not computed either: it has a random name. It needs Linux, where `/proc/PID/fd` has the open
+files of a process, memory included (`memfd_create(2)`).
 
 >>> memory = MemoryFile(5)
 >>> memory[:] = b"hello"
@@ -31,6 +32,11 @@ Take = Callable[[BinaryIO], object]
 
 Its bytes do not change before the participant gets the receipt.
 """
+
+_RANDOM = bytes(16)
+"""Beginning of a random name, which no SHA-256 is found to have."""
+_RANDOM_BYTES = 16
+"""Random bytes of such a name, so that it is as long as a SHA-256."""
 
 
 def machine() -> str:
@@ -70,6 +76,16 @@ def offered(payload: Buffer | InFile) -> link_pb2.OpenFile | None:
     if not isinstance(memory, MemoryFile) or len(memory) != len(payload):
         return None
     return link_pb2.OpenFile(process=os.getpid(), descriptor=memory.handle)
+
+
+def named(payload: Buffer) -> link_pb2.Blob:
+    """A random name of a payload, in place of its SHA-256: who reads it as a file computes none."""
+    return link_pb2.Blob(sha256=_RANDOM + os.urandom(_RANDOM_BYTES), size=len(payload))
+
+
+def has_random_name(blob: link_pb2.Blob) -> bool:
+    """Whether `named` has named a blob, so that its bytes have another SHA-256."""
+    return blob.sha256.startswith(_RANDOM)
 
 
 def opened(file: link_pb2.OpenFile, size: int) -> BinaryIO:

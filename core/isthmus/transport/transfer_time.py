@@ -38,6 +38,8 @@ class TransferTime:
         be repeated for ever."""
         self.moved_at = -math.inf
         """When bytes moved last, or a transfer began."""
+        self.has_broken = False
+        """Whether the last stream with a transfer broke before what was sent was acknowledged."""
 
     def begin(self, now: float) -> None:
         """A transfer begins: what was before is no part of it."""

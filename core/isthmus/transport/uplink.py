@@ -24,13 +24,14 @@ import grpc.aio
 
 from isthmus import __version__
 from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
-from isthmus.grpc_errors import LOGIN_REFUSED, details_of, short_message
+from isthmus.grpc_errors import LOGIN_REFUSED, NOT_LINKED, details_of, short_message
 from isthmus.identity.approach import Approach, approach_to
 from isthmus.identity.membership import Membership, check_dialling
 from isthmus.identity.obstacles import is_clear, obstacle, with_remedy
 from isthmus.identity.proxies import LoginRefused, ProxyChoice, Road, RoadBlocked
 from isthmus.identity.tls import is_socket
 from isthmus.printable import in_a_line
+from isthmus.system.clocks import CLOCK_METADATA
 from isthmus.system.listeners import other_users_at
 from isthmus.transport.backoff import Backoff
 from isthmus.transport.blob_sources import Filling, NamedSource, RestingSource
@@ -41,8 +42,10 @@ from isthmus.transport.blobs import (
     InFile,
     Piece,
     WantedPiece,
+    describe,
     into,
 )
+from isthmus.transport.dial_order import UNLINKED_SECONDS, DialOrder
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.mirrors import MirrorSources
 from isthmus.transport.own_places import OwnPlaces
@@ -51,13 +54,14 @@ from isthmus.transport.renewal import CertificateRenewal
 from isthmus.transport.requests import (
     OpenRequest,
     RequestLimits,
+    blob_of,
     ends_at_once,
     failure,
     is_plain_update,
     model_of,
     send_result,
 )
-from isthmus.transport.shared_memory import machine
+from isthmus.transport.shared_memory import machine, named, offered
 from isthmus.transport.stream import GONE, Stream, to_the_end
 from isthmus.transport.transfer_time import TransferTime
 from isthmus.transport.uploads import Upload, UploadAddresses
@@ -99,8 +103,16 @@ _FINAL = {
 _WELCOME_SECONDS = 30.0
 """Time limit of the server's first message."""
 
+_ASKED_SECONDS = 10.0
+"""Time for an earlier address to answer whether it takes this participant."""
+
+_IDLE_SECONDS = 1.0
+"""Time without a request, and without a message of the server, after which a device may change its
+address: between the steps of a secure sum it has none either."""
+
 _LEAVE_SECONDS = 5.0
-"""Time for the server to end the stream of a participant that leaves."""
+"""Time for the server to end the stream of a participant that leaves, or that goes back to an
+earlier address."""
 
 _LONGEST_AWAY = 36 * 3600.0
 """A server can keep a participant away for no longer, so that it renews its certificate."""
@@ -138,6 +150,8 @@ class _Ended:
     """The refusal, if the server or what is in front of it refuses this participant."""
     is_full: bool = False
     """Whether the server has no room for one more."""
+    is_unlinked: bool = False
+    """Whether an aggregator without a link to its server has ended it."""
 
 
 class Uplink:
@@ -177,6 +191,7 @@ class Uplink:
         stays: bool = False,
         others: Sequence[str] = (),
         places: Mapping[str, Path | None] | None = None,
+        on_link: Callable[[str, str], None] = lambda address, why: None,
     ) -> None:
         """Set up the connection; `run` opens it.
 
@@ -204,6 +219,8 @@ class Uplink:
                 when one does not answer.
             places: directories of this machine, by the options that name them. A server on another
                 machine reads the options in place of these paths, and of that of the membership.
+            on_link: called with the address of each new link, and with an empty one and why when
+                there is none.
 
         Raises:
             UserError: the server is on another machine and there is no membership, the membership
@@ -216,8 +233,12 @@ class Uplink:
             for each in (address, *others)
         ]
         self._addresses = (address, *others)
-        self._way = 0
+        self._order = DialOrder(len(self._addresses))
         """Which of the addresses is dialled."""
+        self._returns_to: int | None = None
+        """The earlier address for which the stream is ended."""
+        self._heard_at = -math.inf
+        """Monotonic time of the server's last message, pings excepted."""
         self._refused_at: set[int] = set()
         """Addresses that have refused this participant since a stream ended otherwise."""
         self.membership = membership
@@ -227,6 +248,7 @@ class Uplink:
         self.worker = worker
         self.identity = identity if membership is None else membership.identity_public
         self.on_welcome = on_welcome
+        self._on_link = on_link
         self.longest_pause = longest_pause
         self._places = (
             None
@@ -281,6 +303,11 @@ class Uplink:
             await self._run()
 
     @property
+    def _way(self) -> int:
+        """The number of the address that is dialled."""
+        return self._order.now
+
+    @property
     def address(self) -> str:
         """The address that is dialled."""
         return self._addresses[self._way]
@@ -299,6 +326,7 @@ class Uplink:
         backoff = Backoff(self.longest_pause)
         if self._road.announcement:
             log.info("%s", self._road.announcement)
+        self._on_link("", "it has just been started")
         try:
             while True:
                 self._linked_at = math.inf
@@ -313,14 +341,22 @@ class Uplink:
                     self._refuse_if_all_do(ended.refused)
                 elif self._linked_at < math.inf:
                     self._refused_at.clear()
+                if self._linked_at < math.inf:
+                    self._on_link("", ended.why)
                 # One that works is one of few, and its round waits for it.
                 backoff.spread = 0.0 if self._jobs else self._spread
                 if self._linked_at < math.inf:
                     backoff.away = 0.0
                 if self._away:
                     backoff.away = self._away
-                    self._way = 0
+                    self._order.now = 0
+                    self._returns_to = None
                     await self._go_away()
+                    continue
+                if self._returns_to is not None:
+                    backoff.broke(open_seconds=time.monotonic() - self._linked_at)
+                    self._order.now = self._returns_to
+                    self._returns_to = None
                     continue
                 await self._await_next(ended, login, backoff)
         finally:
@@ -351,7 +387,8 @@ class Uplink:
         why = details_of(error) or code.name
         if code is grpc.StatusCode.UNAVAILABLE:
             why = short_message(why)
-        return _Ended(why, is_full=code is grpc.StatusCode.RESOURCE_EXHAUSTED)
+        is_full = code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return _Ended(why, is_full=is_full, is_unlinked=why == NOT_LINKED)
 
     async def _await_next(self, ended: _Ended, login: str, backoff: Backoff) -> None:
         """Say why there is no link, choose where to dial next, and wait until then.
@@ -368,7 +405,16 @@ class Uplink:
         if self._is_another(why) or is_told or is_new:
             why = await self._explained(why, login if is_login_refused else "")
             self._complain(why, backoff.tries)
-        self._choose_address(backoff, goes_on=ended.is_full or ended.refused is not None)
+            self._on_link("", why)
+        self._order.choose(
+            tries=backoff.tries,
+            was_open=self._linked_at < math.inf,
+            goes_on=ended.is_full or ended.refused is not None,
+            is_unlinked=ended.is_unlinked,
+            works=bool(self._jobs),
+            # Pauses of a check-in without a server are long: one of them is enough.
+            patience=0.0 if backoff.away else self._patience(),
+        )
         if is_login_refused:
             self._refused_login.note(login, why if is_new else self._refused_login.sentence)
             await self._refused_login.pause(self._login)
@@ -387,17 +433,102 @@ class Uplink:
         if len(self._refused_at) == len(self._addresses):
             raise refused
 
-    def _choose_address(self, backoff: Backoff, *, goes_on: bool) -> None:
-        """Choose where to dial next; `goes_on`: who ended the stream refuses it, or has no room.
+    def _patience(self) -> float:
+        """Seconds for which it tries aggregators without a link before the last address.
 
-        An address of which a stream has broken is tried once more. One where streams end as soon
-        as they are open may have a welcome for everybody and nothing else.
+        With a request it has to be back within its lease, if only the aggregator lost its link.
         """
-        if self._linked_at == math.inf or backoff.tries > 1 or goes_on:
-            self._way = (self._way + 1) % len(self._addresses)
-        elif not self._jobs:
-            # What took it to another address may be over. A request goes on where it was.
-            self._way = 0
+        if not self._jobs or self._welcome is None:
+            return UNLINKED_SECONDS
+        return min(UNLINKED_SECONDS, self._welcome.lease_seconds / 2)
+
+    async def _return(
+        self, call: grpc.aio.StreamStreamCall[Any, Any], limit: asyncio.Timeout
+    ) -> None:
+        """End the stream at a later address when an earlier one takes this device again.
+
+        The server keeps the device's place for a lease, and repeats on the next stream what it
+        asks meanwhile.
+
+        Args:
+            call: the stream.
+            limit: of the time for which it is served.
+        """
+        while True:
+            await asyncio.sleep(self._order.pause(self._spread))
+            way = await self._better_way()
+            if way is None:
+                continue
+            log.info("goes back from %s to %s", self.address, self._addresses[way])
+            self._returns_to = way
+            await call.done_writing()
+            # Nothing can be answered any more, and the other end may not notice.
+            limit.reschedule(asyncio.get_running_loop().time() + _LEAVE_SECONDS)
+            return
+
+    async def _better_way(self) -> int | None:
+        """The first earlier address that takes this device now, if it does nothing meanwhile."""
+        while True:
+            while not self._is_idle():  # noqa: ASYNC110 - no event says that nothing was sent
+                await asyncio.sleep(_IDLE_SECONDS)
+            for way in self._order.earlier():
+                if await self._is_open(way):
+                    break
+            else:
+                return None
+            if self._is_idle():
+                return way
+
+    def _is_idle(self) -> bool:
+        if self._jobs or self._leaving or self._away:
+            return False
+        return time.monotonic() - self._heard_at > _IDLE_SECONDS
+
+    async def _is_open(self, way: int) -> bool:
+        """Whether an address accepts a stream; an aggregator without a link, or full, does not."""
+        login = self._login(way)
+        if login and (login != self._login(self._way) or self._refused_login.is_resting(login)):
+            return False  # each try with one that is not accepted could lock its account
+        why = ""
+        self._approaches[way].blocked = None  # by an earlier attempt
+        async with self._channel(way) as channel:
+            call = channel.stream_stream(METHOD)()
+            try:
+                async with asyncio.timeout(_ASKED_SECONDS):
+                    told = await call.initial_metadata()
+                    if any(key == CLOCK_METADATA for key, _ in told or ()):
+                        return True
+                    why = short_message(await call.details() or "")
+            except (TimeoutError, RoadBlocked, *GONE):
+                pass
+            finally:
+                call.cancel()
+        if login:
+            await self._note_refused_login(way, login, why)
+        return False
+
+    async def _note_refused_login(self, way: int, login: str, why: str) -> None:
+        """Take note of it if an earlier address was not reached because of a login.
+
+        The stream here may be older than the change of a password.
+
+        Args:
+            way: the number of the address.
+            login: what the proxy was given.
+            why: why no stream was opened, as far as gRPC says it.
+        """
+        blocked = self._approaches[way].blocked
+        if not isinstance(blocked, LoginRefused) and why != LOGIN_REFUSED:
+            return
+        if self._refused_login.is_same(login):
+            self._refused_login.note(login, self._refused_login.sentence)
+            return
+        if not isinstance(blocked, LoginRefused):
+            assert self.membership is not None
+            blocked = await obstacle(self._roads[way], self.membership.authority)
+        sentence = str(blocked or why)
+        self._refused_login.note(login, sentence)
+        log.warning("cannot ask %s: %s", self._addresses[way], sentence)
 
     async def leave(self, grace_seconds: float) -> None:
         """Begin no more requests, give the running ones that long to end, then end `run`.
@@ -457,6 +588,7 @@ class Uplink:
         self._away = 0.0
         at = time.strftime("%H:%M", time.localtime(time.time() + seconds))
         log.info("%s is not needed now, and checks in again at %s", self.name, at)
+        self._on_link("", f"it is not needed now, and checks in again at {at}")
         # Also the time in which the machine is suspended, which an event loop does not count: a
         # laptop that wakes up for an hour a day would stay away for weeks.
         end = _seconds_since_boot() + seconds
@@ -472,14 +604,14 @@ class Uplink:
         self._away = seconds
         await stream.send_quietly(link_pb2.Envelope(leave=link_pb2.Leave()))
 
-    def _channel(self) -> grpc.aio.Channel:
+    def _channel(self, way: int) -> grpc.aio.Channel:
         if self.membership is None:
-            return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(self._addresses[way], CHANNEL_OPTIONS)
         credentials = self.membership.channel_credentials()
-        assert self._approach is not None
-        once = _ONE_TRY if self._login() else ()
-        options = (*CHANNEL_OPTIONS, *self._approach.options(), *once)
-        return grpc.aio.secure_channel(self._approach.target, credentials, options)
+        approach = self._approaches[way]
+        once = _ONE_TRY if self._login(way) else ()
+        options = (*CHANNEL_OPTIONS, *approach.options(), *once)
+        return grpc.aio.secure_channel(approach.target, credentials, options)
 
     def _is_another(self, why: str) -> bool:
         """Whether a reason is another one than that of the last failure at this address."""
@@ -496,9 +628,13 @@ class Uplink:
         more = f" ({tries} tries so far)" if tries > 1 else ""
         log.log(level, "no link to %s%s: %s%s", self.address, self._road.detour, why, more)
 
-    def _login(self) -> str:
-        """What the proxy on the road is given; empty if there is none, or it cannot be read."""
-        proxy = self._road.proxy
+    def _login(self, way: int | None = None) -> str:
+        """What the proxy on the road is given; empty if there is none, or it cannot be read.
+
+        Args:
+            way: the number of the address; None for the one that is dialled.
+        """
+        proxy = self._roads[self._way if way is None else way].proxy
         if proxy is None:
             return ""
         try:
@@ -563,7 +699,7 @@ class Uplink:
 
     async def _serve_one_stream(self) -> None:
         self._check_listener()
-        async with self._channel() as channel:
+        async with self._channel(self._way) as channel:
             call = channel.stream_stream(METHOD)()
             stream = Stream(call, answers=True)
             try:
@@ -578,14 +714,21 @@ class Uplink:
                 self._refused_login.forget()
                 self._stream = stream
                 self._linked_at = time.monotonic()
+                self._on_link(self.address, "")
                 if self._renewal is not None:
                     stream.spawn(self._renewal.run(stream))
-                async with Heartbeats(lease).of(stream):
+                async with Heartbeats(lease).of(stream), asyncio.timeout(None) as limit:
+                    if self.role == link_pb2.CLIENT and self._order.earlier():
+                        stream.spawn(self._return(call, limit))
                     while (message := await stream.receive()) is not None:
+                        self._heard_at = time.monotonic()
                         await self._take(stream, message)
+                        del message  # a chunk is not kept until the next one is here
                         self._ended.set()
             finally:
                 self._stream = None
+                if any(job.sent_on is stream for job in self._jobs.values()):
+                    self.sent.has_broken = True
                 for wanted in self._pieces.values():
                     wanted.fail(ConnectionError(f"the link to {self.address} broke"))
                 call.cancel()
@@ -650,6 +793,8 @@ class Uplink:
             job = self._jobs.pop(message.receipt.id, None)
             receipt = message.receipt
             if job is not None:
+                if receipt.accepted and job.sent_on is stream:
+                    self.sent.has_broken = False
                 if not receipt.accepted and (
                     job.reply is None or not job.reply.HasField("failure")
                 ):
@@ -800,6 +945,8 @@ class Uplink:
         self, job: OpenRequest, reply: link_pb2.Reply, payload: Buffer | InFile | None
     ) -> None:
         job.buffer = job.assembly = None
+        if payload is not None and not isinstance(payload, InFile):
+            await _name_result(job, reply, payload)
         if self._jobs.get(job.id) is not job:
             self.worker.acknowledged(job.request, False, "the server dropped the request")
             return
@@ -889,3 +1036,19 @@ class Uplink:
             sending = asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)
             if progress.note:
                 job.note = sending
+
+
+async def _name_result(job: OpenRequest, reply: link_pb2.Reply, payload: Buffer) -> None:
+    """Name a result that its worker has left without a name.
+
+    A server whose files this process has opened for the request opens this process's too, and
+    verifies no SHA-256 then: computing it would take longer than all else that is done with the
+    bytes.
+    """
+    blob = blob_of(reply)
+    if blob.sha256:
+        return
+    if job.read_on is not None and offered(payload) is not None:
+        blob.CopyFrom(named(payload))
+    else:
+        blob.CopyFrom(await asyncio.to_thread(describe, payload))

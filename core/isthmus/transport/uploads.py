@@ -20,6 +20,7 @@ from isthmus.printable import in_a_line
 from isthmus.transport import blob_sources
 from isthmus.transport.blobs import Buffer, InFile
 from isthmus.transport.encrypted_blobs import BlobReading, BlobWithdrawn, EncryptedBlob
+from isthmus.transport.https_source import reason_of
 from isthmus.transport.own_threads import OwnThread
 from isthmus.transport.server_addresses import ServerAddresses
 from isthmus.wire import link_pb2
@@ -196,7 +197,7 @@ class Upload:
                 raise _StoreRefuses(said) from None
             raise OSError(said) from None
         except urllib.error.URLError as error:
-            raise OSError(f"it cannot be reached: {error.reason}") from None
+            raise OSError(f"it cannot be reached: {reason_of(error)}") from None
 
     def _pieces(self) -> Iterator[bytes]:
         encrypted = EncryptedBlob(self._reading, self._key, self._size)

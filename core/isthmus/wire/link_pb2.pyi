@@ -261,14 +261,16 @@ class Request(_message.Message):
     def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., app: _Optional[_Union[AppMessage, _Mapping]] = ..., open_sum: _Optional[_Union[OpenSum, _Mapping]] = ..., add_vector: _Optional[_Union[AddVector, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ...) -> None: ...
 
 class OpenSum(_message.Message):
-    __slots__ = ("sum", "updates", "masked")
+    __slots__ = ("sum", "updates", "masked", "about")
     SUM_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     MASKED_FIELD_NUMBER: _ClassVar[int]
+    ABOUT_FIELD_NUMBER: _ClassVar[int]
     sum: str
     updates: UpdateSum
     masked: MaskedSum
-    def __init__(self, sum: _Optional[str] = ..., updates: _Optional[_Union[UpdateSum, _Mapping]] = ..., masked: _Optional[_Union[MaskedSum, _Mapping]] = ...) -> None: ...
+    about: str
+    def __init__(self, sum: _Optional[str] = ..., updates: _Optional[_Union[UpdateSum, _Mapping]] = ..., masked: _Optional[_Union[MaskedSum, _Mapping]] = ..., about: _Optional[str] = ...) -> None: ...
 
 class UpdateSum(_message.Message):
     __slots__ = ("layout", "declared_weight", "clip", "fraction_bits")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bisthmus/wire/operator.proto\x12\x13isthmus.operator.v1\"I\n\rSubmitRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05share\x18\x03 \x01(\x01\x12\x0f\n\x07project\x18\x04 \x01(\t\"\x19\n\x0bSubmitReply\x12\n\n\x02id\x18\x01 \x01(\t\"+\n\x0bJobsRequest\x12\x12\n\x05\x65nded\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_ended\"3\n\tJobsReply\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.isthmus.operator.v1.Job\"\xe2\x01\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0csubmitted_by\x18\x04 \x01(\t\x12\x14\n\x0csubmitted_at\x18\x05 \x01(\x01\x12\r\n\x05round\x18\x06 \x01(\r\x12\x0e\n\x06rounds\x18\x07 \x01(\r\x12\x10\n\x08next_try\x18\x08 \x01(\x01\x12\r\n\x05share\x18\t \x01(\x01\x12\x16\n\x0eparticipations\x18\n \x01(\x04\x12\x1b\n\x13participant_seconds\x18\x0b \x01(\x01\x12\x0f\n\x07project\x18\x0c \x01(\t\")\n\x0bLogsRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\"#\n\x05\x45vent\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\t\"\x1b\n\rCancelRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05state\x18\x01 \x01(\t\"\x1a\n\x0cPauseRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1b\n\nPauseReply\x12\r\n\x05state\x18\x01 \x01(\t\"\x1b\n\rResumeRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1c\n\x0bResumeReply\x12\r\n\x05state\x18\x01 \x01(\t\"(\n\x0c\x46\x65tchRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04what\x18\x02 \x01(\t\"8\n\nFetchReply\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\'\n\x0cRenewRequest\x12\x17\n\x0fsigning_request\x18\x01 \x01(\x0c\"!\n\nRenewReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x32\xf5\x04\n\x08Operator\x12N\n\x06Submit\x12\".isthmus.operator.v1.SubmitRequest\x1a .isthmus.operator.v1.SubmitReply\x12H\n\x04Jobs\x12 .isthmus.operator.v1.JobsRequest\x1a\x1e.isthmus.operator.v1.JobsReply\x12\x46\n\x04Logs\x12 .isthmus.operator.v1.LogsRequest\x1a\x1a.isthmus.operator.v1.Event0\x01\x12N\n\x06\x43\x61ncel\x12\".isthmus.operator.v1.CancelRequest\x1a .isthmus.operator.v1.CancelReply\x12K\n\x05Pause\x12!.isthmus.operator.v1.PauseRequest\x1a\x1f.isthmus.operator.v1.PauseReply\x12N\n\x06Resume\x12\".isthmus.operator.v1.ResumeRequest\x1a .isthmus.operator.v1.ResumeReply\x12M\n\x05\x46\x65tch\x12!.isthmus.operator.v1.FetchRequest\x1a\x1f.isthmus.operator.v1.FetchReply0\x01\x12K\n\x05Renew\x12!.isthmus.operator.v1.RenewRequest\x1a\x1f.isthmus.operator.v1.RenewReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bisthmus/wire/operator.proto\x12\x13isthmus.operator.v1\"I\n\rSubmitRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\r\n\x05share\x18\x03 \x01(\x01\x12\x0f\n\x07project\x18\x04 \x01(\t\"\x19\n\x0bSubmitReply\x12\n\n\x02id\x18\x01 \x01(\t\"+\n\x0bJobsRequest\x12\x12\n\x05\x65nded\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_ended\"3\n\tJobsReply\x12&\n\x04jobs\x18\x01 \x03(\x0b\x32\x18.isthmus.operator.v1.Job\"\xf2\x01\n\x03Job\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0csubmitted_by\x18\x04 \x01(\t\x12\x14\n\x0csubmitted_at\x18\x05 \x01(\x01\x12\r\n\x05round\x18\x06 \x01(\r\x12\x0e\n\x06rounds\x18\x07 \x01(\r\x12\x10\n\x08next_try\x18\x08 \x01(\x01\x12\r\n\x05share\x18\t \x01(\x01\x12\x16\n\x0eparticipations\x18\n \x01(\x04\x12\x1b\n\x13participant_seconds\x18\x0b \x01(\x01\x12\x0f\n\x07project\x18\x0c \x01(\t\x12\x0e\n\x06run_id\x18\r \x01(\t\")\n\x0bLogsRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\"#\n\x05\x45vent\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\t\"\x1b\n\rCancelRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05state\x18\x01 \x01(\t\"\x1a\n\x0cPauseRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1b\n\nPauseReply\x12\r\n\x05state\x18\x01 \x01(\t\"\x1b\n\rResumeRequest\x12\n\n\x02id\x18\x01 \x01(\t\"\x1c\n\x0bResumeReply\x12\r\n\x05state\x18\x01 \x01(\t\"(\n\x0c\x46\x65tchRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04what\x18\x02 \x01(\t\"8\n\nFetchReply\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\'\n\x0cRenewRequest\x12\x17\n\x0fsigning_request\x18\x01 \x01(\x0c\"!\n\nRenewReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x32\xf5\x04\n\x08Operator\x12N\n\x06Submit\x12\".isthmus.operator.v1.SubmitRequest\x1a .isthmus.operator.v1.SubmitReply\x12H\n\x04Jobs\x12 .isthmus.operator.v1.JobsRequest\x1a\x1e.isthmus.operator.v1.JobsReply\x12\x46\n\x04Logs\x12 .isthmus.operator.v1.LogsRequest\x1a\x1a.isthmus.operator.v1.Event0\x01\x12N\n\x06\x43\x61ncel\x12\".isthmus.operator.v1.CancelRequest\x1a .isthmus.operator.v1.CancelReply\x12K\n\x05Pause\x12!.isthmus.operator.v1.PauseRequest\x1a\x1f.isthmus.operator.v1.PauseReply\x12N\n\x06Resume\x12\".isthmus.operator.v1.ResumeRequest\x1a .isthmus.operator.v1.ResumeReply\x12M\n\x05\x46\x65tch\x12!.isthmus.operator.v1.FetchRequest\x1a\x1f.isthmus.operator.v1.FetchReply0\x01\x12K\n\x05Renew\x12!.isthmus.operator.v1.RenewRequest\x1a\x1f.isthmus.operator.v1.RenewReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,31 +40,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOBSREPLY']._serialized_start=199
   _globals['_JOBSREPLY']._serialized_end=250
   _globals['_JOB']._serialized_start=253
-  _globals['_JOB']._serialized_end=479
-  _globals['_LOGSREQUEST']._serialized_start=481
-  _globals['_LOGSREQUEST']._serialized_end=522
-  _globals['_EVENT']._serialized_start=524
-  _globals['_EVENT']._serialized_end=559
-  _globals['_CANCELREQUEST']._serialized_start=561
-  _globals['_CANCELREQUEST']._serialized_end=588
-  _globals['_CANCELREPLY']._serialized_start=590
-  _globals['_CANCELREPLY']._serialized_end=618
-  _globals['_PAUSEREQUEST']._serialized_start=620
-  _globals['_PAUSEREQUEST']._serialized_end=646
-  _globals['_PAUSEREPLY']._serialized_start=648
-  _globals['_PAUSEREPLY']._serialized_end=675
-  _globals['_RESUMEREQUEST']._serialized_start=677
-  _globals['_RESUMEREQUEST']._serialized_end=704
-  _globals['_RESUMEREPLY']._serialized_start=706
-  _globals['_RESUMEREPLY']._serialized_end=734
-  _globals['_FETCHREQUEST']._serialized_start=736
-  _globals['_FETCHREQUEST']._serialized_end=776
-  _globals['_FETCHREPLY']._serialized_start=778
-  _globals['_FETCHREPLY']._serialized_end=834
-  _globals['_RENEWREQUEST']._serialized_start=836
-  _globals['_RENEWREQUEST']._serialized_end=875
-  _globals['_RENEWREPLY']._serialized_start=877
-  _globals['_RENEWREPLY']._serialized_end=910
-  _globals['_OPERATOR']._serialized_start=913
-  _globals['_OPERATOR']._serialized_end=1542
+  _globals['_JOB']._serialized_end=495
+  _globals['_LOGSREQUEST']._serialized_start=497
+  _globals['_LOGSREQUEST']._serialized_end=538
+  _globals['_EVENT']._serialized_start=540
+  _globals['_EVENT']._serialized_end=575
+  _globals['_CANCELREQUEST']._serialized_start=577
+  _globals['_CANCELREQUEST']._serialized_end=604
+  _globals['_CANCELREPLY']._serialized_start=606
+  _globals['_CANCELREPLY']._serialized_end=634
+  _globals['_PAUSEREQUEST']._serialized_start=636
+  _globals['_PAUSEREQUEST']._serialized_end=662
+  _globals['_PAUSEREPLY']._serialized_start=664
+  _globals['_PAUSEREPLY']._serialized_end=691
+  _globals['_RESUMEREQUEST']._serialized_start=693
+  _globals['_RESUMEREQUEST']._serialized_end=720
+  _globals['_RESUMEREPLY']._serialized_start=722
+  _globals['_RESUMEREPLY']._serialized_end=750
+  _globals['_FETCHREQUEST']._serialized_start=752
+  _globals['_FETCHREQUEST']._serialized_end=792
+  _globals['_FETCHREPLY']._serialized_start=794
+  _globals['_FETCHREPLY']._serialized_end=850
+  _globals['_RENEWREQUEST']._serialized_start=852
+  _globals['_RENEWREQUEST']._serialized_end=891
+  _globals['_RENEWREPLY']._serialized_start=893
+  _globals['_RENEWREPLY']._serialized_end=926
+  _globals['_OPERATOR']._serialized_start=929
+  _globals['_OPERATOR']._serialized_end=1558
 # @@protoc_insertion_point(module_scope)

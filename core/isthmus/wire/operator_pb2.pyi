@@ -37,7 +37,7 @@ class JobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds", "next_try", "share", "participations", "participant_seconds", "project")
+    __slots__ = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds", "next_try", "share", "participations", "participant_seconds", "project", "run_id")
     ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Job(_message.Message):
     PARTICIPATIONS_FIELD_NUMBER: _ClassVar[int]
     PARTICIPANT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROJECT_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     id: str
     state: str
     reason: str
@@ -62,7 +63,8 @@ class Job(_message.Message):
     participations: int
     participant_seconds: float
     project: str
-    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., submitted_by: _Optional[str] = ..., submitted_at: _Optional[float] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., next_try: _Optional[float] = ..., share: _Optional[float] = ..., participations: _Optional[int] = ..., participant_seconds: _Optional[float] = ..., project: _Optional[str] = ...) -> None: ...
+    run_id: str
+    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., submitted_by: _Optional[str] = ..., submitted_at: _Optional[float] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., next_try: _Optional[float] = ..., share: _Optional[float] = ..., participations: _Optional[int] = ..., participant_seconds: _Optional[float] = ..., project: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class LogsRequest(_message.Message):
     __slots__ = ("id", "follow")

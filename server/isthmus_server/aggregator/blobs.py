@@ -35,7 +35,9 @@ _PIECE = 16 << 20
 _PIECE_SECONDS = 3.0
 """Time for a piece, and until it is said again how much is here."""
 _AT_ONCE = 2
-"""Blobs that are got at the same time."""
+"""Blobs that are got at the same time, besides files that models start from."""
+_FILES_AT_ONCE = 1
+"""Such files that are got at the same time. Each may take hours, and rounds go on meanwhile."""
 
 GetPiece = Callable[[bytes, int, int], Awaitable[bytearray]]
 """Gets a piece of a blob from the server: SHA-256, offset and length."""
@@ -51,6 +53,7 @@ class KeptBlobs:
 
     Guarantees:
       * each is got from the server once, however many devices pull it at the same time;
+      * files that models start from, which may take hours, keep no model of a round waiting;
       * nothing is sent that does not match its SHA-256;
       * of blobs that nobody pulls now, at most `KEPT` take space, and no more than they leave free.
     """
@@ -62,19 +65,28 @@ class KeptBlobs:
         self._arrived = arrived
         self._store = BlobStore()
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._of_starts: set[bytes] = set()
+        """SHA-256 of those that are files from which models start."""
         self._files: OrderedDict[bytes, IO[bytes]] = OrderedDict()
         self._users: dict[bytes, int] = {}
         self._getting: dict[bytes, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(_AT_ONCE)
+        self._room_for_files = asyncio.Semaphore(_FILES_AT_ONCE)
 
     def note(self, request: link_pb2.Request) -> None:
         """Note which blobs a request names."""
+        is_start = request.HasField("prepare")
         for blob in blobs_of(request):
             if blob.size:
                 self._sizes[blob.sha256] = blob.size
                 self._sizes.move_to_end(blob.sha256)
+                if is_start:
+                    self._of_starts.add(blob.sha256)
+                else:
+                    self._of_starts.discard(blob.sha256)
         while len(self._sizes) > _NAMED:
-            self._sizes.popitem(last=False)
+            forgotten, _ = self._sizes.popitem(last=False)
+            self._of_starts.discard(forgotten)
 
     def has_all(self, pull: link_pb2.Pull) -> bool:
         """Whether a device that sends this has the whole blob already."""
@@ -130,7 +142,7 @@ class KeptBlobs:
         size = self._sizes.get(sha256)
         if size is None:
             raise UpdateError("no request has named it")
-        async with self._room:
+        async with self._room_for_files if sha256 in self._of_starts else self._room:
             self._make_room(size)
             file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - kept
             try:

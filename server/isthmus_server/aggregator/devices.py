@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -15,10 +16,12 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from isthmus.errors import ParticipantLost, TransferStalled, UpdateError
+from isthmus.grpc_errors import NOT_LINKED
 from isthmus.system.clocks import CLOCK_METADATA
 from isthmus.transport.blobs import Piece, Write, piece_of
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.stream import GONE, Stream
+from isthmus.transport.transfer_time import TransferTime
 from isthmus.wire import link_pb2
 from isthmus_server.aggregator.blobs import KeptBlobs
 from isthmus_server.transport.aggregators import LEFT, MAX_CHANNELS, status_of
@@ -27,6 +30,7 @@ from isthmus_server.transport.limits import (
     SHA256_BYTES,
     Refusal,
     abort_stream,
+    certificate_digest,
     certificate_of,
 )
 from isthmus_server.transport.link import PING_GROUPS
@@ -42,9 +46,29 @@ _TOLD_BYTES = 16 << 20
 its end: each message costs the server as much as a part of a request."""
 TOLD_SECONDS = 3.0
 """Longest time until it is told of fewer: it takes a longer pause for the end of a transfer."""
-_NOT_LINKED = "this aggregator has no link to its server now"
+FIRST_TOLD_SECONDS = 0.5
+"""Longest time for the first bytes of a blob. A round that ends soon is longer for a device of
+which it knows that something comes; most transfers have ended by then."""
+_HELLO_SECONDS = 5.0
+"""Time for the first message of a stream that is refused."""
 
 log = logging.getLogger(__name__)
+
+
+async def _refuse_unlinked(context: grpc.aio.ServicerContext) -> None:
+    """Refuse a stream because there is no link to the server, after its first message.
+
+    gRPC's clients lose the reason if they write to a stream that has just ended
+    (https://github.com/grpc/grpc/issues/36066), and a device that does not know this one goes on to
+    the server.
+
+    Raises:
+        grpc.aio.AbortError: always.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_HELLO_SECONDS):
+            await context.read()
+    await context.abort(grpc.StatusCode.UNAVAILABLE, NOT_LINKED)
 
 
 class ToServer(Protocol):
@@ -140,8 +164,9 @@ class _Device:
         passed.more += size - count
         passed.end = end
         if self._telling is None:
+            seconds = TOLD_SECONDS if end > count else FIRST_TOLD_SECONDS
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_later(TOLD_SECONDS, self._tell_later)
+            self._telling = loop.call_later(seconds, self._tell_later)
         if passed.bytes >= _TOLD_BYTES:
             await self.tell(least=_TOLD_BYTES)
 
@@ -203,6 +228,7 @@ class Devices:
       * the server gets each message of a device as it is, in order, and with the certificate that
         the device has proved to hold; and the device those of the server;
       * a device that reads nothing holds up no other;
+      * a device whose link is too slow for a chunk gets smaller ones on its next stream;
       * when the link to the server ends, so do the streams of all devices.
     """
 
@@ -212,6 +238,9 @@ class Devices:
         self._heartbeats = Heartbeats(lease_seconds, PING_GROUPS)
         self._devices: dict[int, _Device] = {}
         self._numbers = itertools.count(1)
+        self._before: OrderedDict[bytes, tuple[bytes, TransferTime]] = OrderedDict()
+        """SHA-256 of the blob that was sent last to devices whose streams have ended, and how long
+        blobs have moved there; by the digests of their certificates."""
         self.blobs: KeptBlobs
         """What they pull."""
 
@@ -284,18 +313,22 @@ class Devices:
     def end_all(self) -> None:
         """The link to the server has ended."""
         for device in list(self._devices.values()):
-            device.end(Refusal(_NOT_LINKED, grpc.StatusCode.UNAVAILABLE))
+            device.end(Refusal(NOT_LINKED, grpc.StatusCode.UNAVAILABLE))
 
     # -- from a device -----------------------------------------------------------------------------
 
     async def connect(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
         """Serve one stream of a device, as `Link` does at the server."""
         if not self._to.is_linked:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, _NOT_LINKED)
+            await _refuse_unlinked(context)
         if len(self._devices) >= MAX_CHANNELS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this aggregator is full")
         await context.send_initial_metadata(((CLOCK_METADATA, f"{time.time():.3f}"),))
+        if not self._to.is_linked:  # any more: `end_all` has not ended what was not here yet
+            await _refuse_unlinked(context)
         device = _Device(next(self._numbers), context, self._to)
+        who = certificate_digest(context)
+        self._go_on(who, device.peer)
         self._devices[device.number] = device
         caller = link_pb2.Caller(channel=device.number, certificate=certificate_of(context) or b"")
         try:
@@ -303,6 +336,7 @@ class Devices:
             async with self._heartbeats.of(device.stream):
                 while (message := await device.stream.receive()) is not None:
                     await self._pass_on(device, message)
+                    del message  # a chunk is not kept until the next one is here
         except UpdateError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
@@ -316,11 +350,28 @@ class Devices:
             await abort_stream(context, device.refusal)
         finally:
             del self._devices[device.number]
+            self._keep(who, device.peer)
             device.left()
             # Also if the server has ended it, which then knows nothing of the channel any more.
             hang_up = link_pb2.HangUp(channel=device.number)
             with contextlib.suppress(*GONE):
                 await self._to.tell(link_pb2.Envelope(hang_up=hang_up))
+
+    def _keep(self, who: bytes, peer: Peer) -> None:
+        """Remember what is known of a device's link until its next stream.
+
+        A chunk that takes longer than a lease has ended its stream, and would do so again.
+        """
+        sha256, _ = peer.last_sent
+        if who and sha256:
+            self._before[who] = sha256, peer.transfer_time
+            while len(self._before) > MAX_CHANNELS:
+                self._before.popitem(last=False)
+
+    def _go_on(self, who: bytes, peer: Peer) -> None:
+        if (before := self._before.pop(who, None)) is not None:
+            sha256, peer.transfer_time = before
+            peer.last_sent = sha256, None
 
     async def _pass_on(self, device: _Device, message: link_pb2.Envelope | Piece) -> None:
         if isinstance(message, link_pb2.Envelope) and message.HasField("pull"):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from isthmus.errors import UpdateError
+from isthmus.printable import counted, in_a_line
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, InFile, Write, describe
 from isthmus.transport.stream import to_the_end
@@ -27,6 +28,8 @@ from isthmus_server.transport.aggregators import LEFT
 
 MAX_SUMS = 1024
 """Most sums at a time, of all jobs and their groups."""
+MAX_ABOUT = 250
+"""Characters of what a sum is of."""
 MAX_ELEMENTS = 1 << 34
 """Most elements of a vector: 64 GB of float32."""
 
@@ -210,6 +213,8 @@ def _check_size(elements: int) -> None:
 @dataclasses.dataclass(eq=False)
 class _Sum:
     total: _UpdateSum | _MaskedSum
+    about: str = ""
+    """What it is of, as the server says; empty if it does not."""
     vectors: dict[str, Vector] = dataclasses.field(default_factory=dict)
     """Vectors that are in it, or were on their way, by the server's names."""
     settled: set[str] = dataclasses.field(default_factory=set)
@@ -336,7 +341,7 @@ class VectorSums:
         if forgotten != self._forgotten:
             raise UpdateError("the server has started anew")
         self._check_new(asked.sum)
-        self._sums[asked.sum] = _Sum(total)
+        self._sums[asked.sum] = _Sum(total, in_a_line(asked.about[:MAX_ABOUT]))
 
     def _check_new(self, name: str) -> None:
         if name in self._sums:
@@ -410,7 +415,8 @@ class VectorSums:
         except (OSError, MemoryError) as error:
             why = str(error) or "this aggregator has too little memory"
             raise UpdateError(f"the sum is not of the vectors that count: {why}") from error
-        log.info("hands over the sum of %d vectors", len(wanted))
+        of = f" of {found.about}" if found.about else ""
+        log.info("hands over the sum of %s%s", counted(len(wanted), "vector"), of)
         summed.sum.CopyFrom(await asyncio.to_thread(describe, elements))
         return link_pb2.Reply(summed=summed), elements
 

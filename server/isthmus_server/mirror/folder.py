@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
-from isthmus.errors import UserError
+from isthmus.errors import UserError, cause_of
 from isthmus_server.mirror.place import MARKER, NAME
 
 _PART = ".part"
@@ -77,9 +77,13 @@ class MirrorFolder:
                 if file.tell() != size:
                     raise OSError(f"{file.tell()} of {size} bytes were written")
             part.replace(self._folder / name)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink()
+            if isinstance(error, FileNotFoundError):
+                raise OSError(f"there is no folder {self._folder} any more") from None
+            if isinstance(error, OSError):
+                raise OSError(f"{self._folder}: {cause_of(error)}") from None
             raise
 
     def remove(self, name: str) -> None:

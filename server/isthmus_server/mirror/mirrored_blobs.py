@@ -28,6 +28,7 @@ from isthmus.transport.own_threads import in_own_thread
 from isthmus.transport.requests import blobs_of
 from isthmus.wire import link_pb2
 from isthmus_server.mirror.claimed_place import ClaimedPlace, signed
+from isthmus_server.mirror.mirror_use import MirrorUse
 from isthmus_server.mirror.place import MirrorPlace
 
 LEAST_BYTES = 64 << 10
@@ -85,6 +86,8 @@ class MirroredBlobs:
         self._unsigned_until = 0.0
         """Until then no address is asked for."""
         self._room = asyncio.Semaphore(_AT_ONCE)
+        self.use = MirrorUse()
+        """Where devices get what is there."""
 
     @asynccontextmanager
     async def running(self, owner: str) -> AsyncIterator[None]:
@@ -97,16 +100,18 @@ class MirroredBlobs:
             try:
                 yield
             finally:
+                self.use.end()
                 for sha256 in list(self._copies):
                     self._forget(sha256)
 
     async def add_addresses(
-        self, request: link_pb2.Request, offered: Callable[[bytes], Broadcast | None]
+        self, device: str, request: link_pb2.Request, offered: Callable[[bytes], Broadcast | None]
     ) -> None:
         """Put what a device needs for a request at the mirror, and name the addresses in it.
 
         Args:
-            request: to a device.
+            device: the name of who is asked.
+            request: to it.
             offered: what the link offers, by SHA-256.
         """
         # Not the empty ones of messages that are unset, which a change would set.
@@ -126,6 +131,7 @@ class MirroredBlobs:
             if copy.is_there and (address := await self._address_of(copy)):
                 blob.address = address
                 blob.key = copy.key
+                self.use.told(device, request, blob)
 
     def withdraw(self, broadcast: Broadcast, *, is_last: bool) -> None:
         """Read nothing more of what the link has offered; `is_last`: it has it no other way."""
@@ -198,6 +204,7 @@ class MirroredBlobs:
     def _forget(self, sha256: bytes) -> None:
         """Remove a blob that is not offered any more, or that was not put there whole."""
         copy = self._copies.pop(sha256)
+        self.use.forget(sha256)
         copy.reading.end()
         if copy.removal is not None:
             copy.removal.cancel()

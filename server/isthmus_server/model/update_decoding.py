@@ -141,6 +141,22 @@ class UpdateSpool:
             self._file.readinto(part)  # type: ignore[attr-defined]  # files have it
             yield start, decode_tile(part)
 
+    def tile(self, layout: TensorLayout, start: int, count: int) -> torch.Tensor:
+        """Decode `count` elements from `start` on, all of which have been written.
+
+        More can be written afterwards.
+        """
+        at = len(layout.header) + _ELEMENT_BYTES * start
+        nbytes = _ELEMENT_BYTES * count
+        if self._whole is not None:
+            return decode_tile(self._whole[at : at + nbytes])
+        end = self._file.tell()
+        tile = memoryview(bytearray(nbytes))
+        self._file.seek(at)
+        self._file.readinto(tile)  # type: ignore[attr-defined]  # files have it
+        self._file.seek(end)
+        return decode_tile(tile)
+
     @contextlib.contextmanager
     def view(self) -> Iterator[memoryview]:
         """All bytes, read-only; a file is mapped and not copied."""
@@ -210,9 +226,9 @@ class StreamingUpdate:
         """Bytes of the header received so far."""
         self._added = 0
         """Elements added to the sum so far."""
-        self._tile = memoryview(bytearray(_ELEMENT_BYTES * min(TILE, max(layout.size, 1))))
         self._filled = 0
-        """Bytes of the next tile received so far."""
+        """Bytes of the next tile received so far. Only the spool has them: in memory, the tiles of
+        all updates that arrive at the same time would add up."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Take the next bytes, in the order in which `Link.fetch` passes them.
@@ -234,12 +250,12 @@ class StreamingUpdate:
                 self._add(decode_tile(remaining[:tile_bytes]))
                 remaining = remaining[tile_bytes:]
                 continue
-            part = remaining[: tile_bytes - self._filled]
-            self._tile[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            remaining = remaining[len(part) :]
+            count = min(len(remaining), tile_bytes - self._filled)
+            self._filled += count
+            remaining = remaining[count:]
             if self._filled == tile_bytes:
-                self._add(decode_tile(self._tile[:tile_bytes]))
+                elements = tile_bytes // _ELEMENT_BYTES
+                self._add(self._spool.tile(self._layout, self._added, elements))
                 self._filled = 0
 
     def take(self, file: BinaryIO) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from isthmus.errors import RoundFailed, UserError
-from isthmus.job.federated import FederatedSection
+from isthmus.job.federated import MIN_ROBUST_GROUPS, FederatedSection
 from isthmus.job.learning_rate import FIRST_POSITION, RoundPosition
 from isthmus.wire import link_pb2
 from isthmus_server.storage.records import Receipt, StepFigures
@@ -65,6 +65,31 @@ class AttemptFailed(RoundFailed):
             if not receipt.started and receipt.status != "accepted"
         }
         return bool(participants) and refused >= set(participants)
+
+
+def check_devices(devices: int, groups: int, settings: FederatedSection, shortage: str) -> None:
+    """Refuse an attempt that has too few devices, so that nobody is asked.
+
+    Args:
+        devices: of the cohort.
+        groups: that are summed by themselves.
+        settings: the job's `[federated]` in this round.
+        shortage: why the lottery or the job's selection left too few, if so.
+
+    Raises:
+        AttemptFailed: they are below the quorum, or have no groups for a robust rule, or too few:
+            the mean of all devices is no robust one.
+    """
+    if devices < settings.needed:
+        few = f"{devices} devices are ready and the quorum is {settings.needed}"
+    elif settings.robust is not None and groups < MIN_ROBUST_GROUPS:
+        few = (
+            f"federated.robust={settings.robust!r} needs {MIN_ROBUST_GROUPS} groups and there are "
+            f"{groups}"
+        )
+    else:
+        return
+    raise AttemptFailed(shortage or few, [], excused=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,15 +188,9 @@ class AttemptSpec:
         """The layout of what each device sends, for the layout of the model."""
         return layout.gradient_and_update if self.gradient_scale else layout
 
-    def check_quorum(self) -> None:
-        """Refuse a cohort below the quorum.
-
-        Raises:
-            AttemptFailed: too few devices.
-        """
-        if len(self.cohort) < self.settings.needed:
-            few = f"{len(self.cohort)} devices are ready and the quorum is {self.settings.needed}"
-            raise AttemptFailed(self.shortage or few, [], excused=True)
+    def check_devices(self) -> None:
+        """Refuse too few devices; see the function `check_devices`."""
+        check_devices(len(self.cohort), len(self.groups), self.settings, self.shortage)
 
 
 class FederatedAttempt(Protocol):

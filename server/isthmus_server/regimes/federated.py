@@ -21,6 +21,7 @@ from isthmus_server.regimes.base import (
     AttemptSpec,
     FederatedAttempt,
     FederatedResult,
+    check_devices,
 )
 from isthmus_server.regimes.buffered import BufferedDevices
 from isthmus_server.regimes.context import FederatedContext
@@ -34,6 +35,7 @@ from isthmus_server.regimes.secure_sums.round_configs import range_config, train
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.gradients import REST
+from isthmus_server.strategy.round_spec import RoundSpec
 
 _NOTICEABLE = 1e-10
 """Rounding below this is not looked at: the rate of a schedule's last steps may be next to zero. Of
@@ -72,23 +74,18 @@ class FederatedRegime:
         """
         if self.buffered is not None:
             return  # devices that are already training count towards the quorum
-        spec.check_quorum()
-        self._check_groups(spec)
+        spec.check_devices()
         if self.extension is not None:
             self.extension.attempt(self.context, spec)
 
-    def _check_groups(self, spec: AttemptSpec) -> None:
-        """Refuse a round of a job with a robust rule that has no groups, or too few.
+    def check_devices(self, spec: RoundSpec) -> None:
+        """Refuse a round that has too few devices, before anybody is asked and it is charged.
 
         Raises:
-            AttemptFailed: there are too few, and the mean of all devices is no robust one.
+            AttemptFailed: see `base.check_devices`.
         """
-        if self._robust is not None and len(spec.groups) < MIN_ROBUST_GROUPS:
-            few = (
-                f"federated.robust={spec.settings.robust!r} needs {MIN_ROBUST_GROUPS} groups and "
-                f"there are {len(spec.groups)}"
-            )
-            raise AttemptFailed(spec.shortage or few, [], excused=True)
+        if self.buffered is None:
+            check_devices(len(spec.cohort), len(spec.groups), spec.federated, spec.shortage)
 
     async def train(self, spec: AttemptSpec) -> FederatedResult:
         """Run one attempt.
@@ -209,8 +206,7 @@ class FederatedRegime:
     def _attempt_for(self, spec: AttemptSpec) -> FederatedAttempt:
         if self.buffered is not None:
             return self.buffered.attempt(spec)
-        spec.check_quorum()
-        self._check_groups(spec)
+        spec.check_devices()
         if spec.settings.secure_aggregation:
             return self._grouped_attempt(spec) if spec.groups else self._secure_attempt(spec)
         if self.extension is not None:

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.transport.blobs import into
@@ -152,6 +152,7 @@ class PartialSums:
             # more of each device.
             if (peer := self._link.peers.get(device)) is not None:
                 peer.transfer_time.begin(time.monotonic())
+                stack.enter_context(_on_its_way(peer, vector.sha256))
             asking = asyncio.create_task(self._asked(aggregator.name, request))
             try:
                 await asyncio.shield(asking)
@@ -297,6 +298,8 @@ class PartialSums:
                 is_used = True
         except (ParticipantLost, UpdateError, TimeoutError) as error:
             why = str(error) or "it did not come in time"
+            # The sentence names the aggregator already, and that something was lost.
+            why = why.removeprefix(f"the aggregator {aggregator.name} was ").removeprefix("lost: ")
             lost = f"the sum of the aggregator {aggregator.name} was lost: {why}"
             return PartialSum(aggregator.name, devices, lost=lost)
         finally:
@@ -307,6 +310,16 @@ class PartialSums:
         return PartialSum(
             aggregator.name, devices, buffer.view, int(summed.weight), summed.has_small
         )
+
+
+@contextlib.contextmanager
+def _on_its_way(peer: Peer, sha256: bytes) -> Iterator[None]:
+    """Note for the block that a device sends a vector to its aggregator."""
+    peer.adding.add(sha256)
+    try:
+        yield
+    finally:
+        peer.adding.discard(sha256)
 
 
 def _looked_at(task: asyncio.Task[None]) -> None:

@@ -242,6 +242,7 @@ class WeightedMeanAggregator:
                     clip=0.0 if context.privacy is None else context.privacy.clip,
                     fraction_bits=self._total.fraction_bits,
                 ),
+                about=f"{context.run_id}, round {spec.round}, attempt {spec.attempt}",
             ),
             SUM_BYTES * self._layout.size,
             least_rate=context.job.time.least_rate,

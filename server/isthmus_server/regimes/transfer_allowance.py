@@ -61,7 +61,7 @@ class TransferAllowance:
             return 0.0
         # The next chunk may be on its way; and after the last one, what is in buffers between.
         pause = TransferTime.LONGEST_PAUSE
-        if not (peer.transfers or peer.fetches or peer.storing):
+        if not peer.is_moving:
             pause = min(pause, _IN_FLIGHT_BYTES * seconds / count)
         if now - moved.moved_at < pause:
             seconds += pause

@@ -80,6 +80,11 @@ class DeviceAvailability:
             return math.inf
         return self.attendance.seconds_until_eligible(name, self._clock.utc(), hours)
 
+    async def account(self, name: str) -> None:
+        """Find what is asked of a device's privacy budget, before it can be chosen."""
+        if self._privacy is not None:
+            await self._privacy.account_for(name)
+
     def is_measured_out(self, name: str) -> bool:
         """Whether a device has no privacy budget left for evaluations and comparisons."""
         return self._privacy is not None and not self._privacy.allows_measurement(name)

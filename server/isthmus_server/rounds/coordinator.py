@@ -97,6 +97,7 @@ class Coordinator:
                     self.drain.check()
                     # First handle participants that have joined or left.
                     await parts.clock.sleep(0.0)
+                    await self._account()
                     decision = await self._decide()
                     stop = await self._round(decision)
                     if saving_elapsed.done():
@@ -121,6 +122,14 @@ class Coordinator:
     def abandon(self) -> None:
         """The run will not be resumed: datacenters may delete its checkpoints when it ends."""
         self._final = True
+
+    async def _account(self) -> None:
+        """Have the epsilons of all devices that are connected found before they are asked for.
+
+        A charge has changed them; those of a device that joins are found while it opens the run.
+        """
+        if (budget := self.parts.budgets.devices) is not None:
+            await budget.account(list(self.parts.link.peers))
 
     async def _save_elapsed(self) -> None:
         """Store the elapsed time regularly, so that a crash does not lose long waits."""
@@ -147,7 +156,12 @@ class Coordinator:
         Raises:
             RoundFailed: too few devices answered, in all attempts.
         """
-        await self.parts.comparisons.answer(question, self.drain)
+        try:
+            await self.parts.comparisons.answer(question, self.drain)
+        except RoundFailed:
+            await self._account()  # it was charged all the same
+            raise
+        await self._account()
 
     # -- one round ---------------------------------------------------------------------------------
 
@@ -168,6 +182,7 @@ class Coordinator:
         async def attempt() -> Stop | None:
             nonlocal plan
             await self._undo()
+            await self._account()
             # Each attempt begins with the plan as it was decided: what took its place when only
             # the datacenter could change the model need not be needed again.
             ready = await parts.readiness.wait(self.state.round + 1, decided, self._start_hash)
@@ -247,9 +262,24 @@ class Coordinator:
         )
         async with self.drain.during(assigned) as spec:
             self._progress.begin_attempt()  # the wait for other jobs is not the attempt's
+            self._refuse_too_few(decision, spec)
             # Epsilon is charged before anybody is asked: a crash may lose work, but no charge.
             with parts.budgets.charged(spec):
                 await self._carry_out(decision, spec)
+
+    def _refuse_too_few(self, decision: Decision, spec: RoundSpec) -> None:
+        """Refuse an attempt that has too few devices; by the log, too, it has asked nobody.
+
+        Raises:
+            AttemptFailed: it has.
+        """
+        if spec.plan.regime == "datacenter":
+            return
+        try:
+            self.parts.federated.check_devices(spec)
+        except AttemptFailed:
+            self.parts.log.plan(decision, dataclasses.replace(spec, cohort={}, datacenters=[]))
+            raise
 
     async def _carry_out(self, decision: Decision, spec: RoundSpec) -> None:
         parts = self.parts

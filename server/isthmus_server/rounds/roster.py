@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import heapq
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -41,6 +43,7 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
 )
 from isthmus_server.strategy.gradients import REST
+from isthmus_server.transport.check_ins import away_in_words
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import Fetched, ParticipantListener, Peer
 
@@ -48,6 +51,8 @@ log = logging.getLogger(__name__)
 
 _FETCH_AGAIN_SECONDS = 600.0
 """Until a device that could not get the files of a start is asked again."""
+_CHECK_INS_NAMED = 3
+"""Next check-ins of devices that are away of which a wait tells the time."""
 _REPEAT_SECONDS = 10.0
 """Interval in which it is published again that the run waits."""
 
@@ -108,6 +113,10 @@ class ParticipantRoster(ParticipantListener):
         self._availability = availability
         self._publish = publish
         self._start = start
+        self._away: tuple[int, tuple[float, ...]] = (0, ())
+        """See `away`."""
+        self._away_until = -math.inf
+        """Until when that is not looked up again, by the clock of `now`."""
         self._fetching: dict[str, Fetched] = {}
         """Devices that get the files which the model starts from, and what they say of it."""
         self._furthest: dict[str, int] = {}
@@ -285,6 +294,9 @@ class ParticipantRoster(ParticipantListener):
             )
         if missing:
             reasons = list(missing.values())
+            count, times = self.away()
+            if count and link_pb2.CLIENT in missing:
+                reasons.append(away_in_words(count, times))
             if self._fetching and link_pb2.CLIENT in missing:
                 reasons.append("; ".join(self._downloads()[:3]))
             if not in_time:
@@ -297,6 +309,24 @@ class ParticipantRoster(ParticipantListener):
         """The error of a run that cannot continue without more participants of these roles."""
         ready = [*self.clients, *self.datacenters]
         return ParticipantsMissing(reason, roles=roles, ready=ready, declined=self._declined)
+
+    def away(self) -> tuple[int, tuple[float, ...]]:
+        """Devices that are away until they check in, and when the next of them do.
+
+        It may be some seconds old: there may be thousands, and a wait asks for each that joins.
+        """
+        if self._now() < self._away_until:
+            return self._away
+        self._away_until = self._now() + _REPEAT_SECONDS
+        times: list[float] = []
+        if self._link.check_ins.schedule(self._link.enrolments.population()) is not None:
+            times = [
+                at
+                for name, at in self._link.check_ins.away()
+                if name not in self._declined and self._link.admits(name)
+            ]
+        self._away = len(times), tuple(heapq.nsmallest(_CHECK_INS_NAMED, times))
+        return self._away
 
     def _downloads(self) -> list[str]:
         """What each device says that gets the files which the model starts from."""
@@ -511,6 +541,7 @@ class ParticipantRoster(ParticipantListener):
                     if self._link.waits_for or (awaits_downloads and self._has_moved):
                         self._has_moved = False
                         waiting_until.reschedule(asyncio.get_running_loop().time() + limit)
+                    away, check_ins = self.away()
                     present = self.clients.keys() | self.datacenters.keys() | self._declined.keys()
                     waiting = WaitingForParticipants(
                         clients=clients,
@@ -519,6 +550,8 @@ class ParticipantRoster(ParticipantListener):
                         missing=sorted(set(missing) - present),
                         reason=reason,
                         downloads=tuple(self._downloads()),
+                        away=away,
+                        check_ins=check_ins,
                     )
                     # Anything that changes wakes this loop, such as each of a thousand devices that
                     # join.
@@ -578,6 +611,8 @@ class ParticipantRoster(ParticipantListener):
     async def _open(self, peer: Peer) -> None:
         if not await self._prepared(peer):
             return
+        if peer.role == link_pb2.CLIENT:
+            await self._availability.account(peer.name)
         run = self._run_of_ranks if peer.role == link_pb2.DATACENTER else self._run
         request = link_pb2.Request(open=run)
         try:

@@ -200,7 +200,8 @@ class ConnectedAggregator:
         # TLS has checked it at the aggregator, which might not have.
         if authority is None or not tls.issued_by(certificate, tls.read_certificate(authority)):
             raise AdmissionRefused("this server's authority did not sign the device's certificate")
-        channel = DeviceChannel(self, caller.channel, caller.certificate)
+        # Written anew: with other bytes around it, it would count as many, and these would be kept.
+        channel = DeviceChannel(self, caller.channel, tls.pem(certificate))
         self._channels[caller.channel] = channel
         return channel
 

@@ -74,6 +74,10 @@ class BlobStore:
         Raises:
             UpdateError: too many transfers are in progress.
         """
+        if self.mirror is not None and (broadcast := self.get(pull.sha256)) is not None:
+            # A participant that has all of it says so by a pull of nothing.
+            is_whole = pull.offset >= len(broadcast.payload)
+            self.mirror.use.pulled(peer.name, bytes(pull.sha256), is_whole=is_whole)
         previous = peer.transfers.pop(pull.sha256, None)
         if previous is not None:
             previous.cancel()

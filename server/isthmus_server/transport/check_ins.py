@@ -23,7 +23,7 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from isthmus.wire import link_pb2
 from isthmus_server.transport.peer import ParticipantListener, Peer
@@ -119,6 +119,8 @@ class CheckIns(ParticipantListener):
         """Whether a job runs: those who are connected may have opened it."""
         self.waits: Callable[[], bool] = lambda: False
         """Whether a job waits for devices."""
+        self.away: Callable[[], Iterable[tuple[str, float]]] = tuple
+        """Returns devices that are away until they check in, and when that is, in Unix seconds."""
         self._places: OrderedDict[str, Peer] = OrderedDict()
         """The devices that are connected and may be called back, those that came first in front."""
         self._devices = 0
@@ -177,3 +179,18 @@ def in_words(at: float) -> str:
     'checks in again at 22:13 UTC'
     """
     return f"checks in again at {time.strftime('%H:%M', time.gmtime(at))} UTC"
+
+
+def away_in_words(count: int, times: Sequence[float]) -> str:
+    """How many devices are away until they check in, and when the next ones do, for people.
+
+    >>> away_in_words(90, [1_700_000_000.0, 1_700_000_070.0])
+    '90 devices are away until they check in, the next at 22:13 and 22:14 UTC'
+    >>> away_in_words(1, [1_700_000_000.0])
+    '1 device is away until it checks in, at 22:13 UTC'
+    """
+    clock = [time.strftime("%H:%M", time.gmtime(at)) for at in times]
+    shown = " and ".join([", ".join(clock[:-1]), clock[-1]] if len(clock) > 1 else clock)
+    if count == 1:
+        return f"1 device is away until it checks in, at {shown} UTC"
+    return f"{count} devices are away until they check in, the next at {shown} UTC"

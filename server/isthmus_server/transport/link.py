@@ -223,7 +223,7 @@ class Link(AllTurns):
             ParticipantLost: it is not connected, or was lost before it replied.
         """
         if self.mirror is not None and self._peer(name).role == link_pb2.CLIENT:
-            await self.mirror.add_addresses(request, self._blobs.get)
+            await self.mirror.add_addresses(name, request, self._blobs.get)
         peer = self._peer(name)
         reply: asyncio.Future[link_pb2.Reply] = asyncio.get_running_loop().create_future()
         peer.pending[request.id] = (request, reply)
@@ -293,7 +293,8 @@ class Link(AllTurns):
         Raises:
             ParticipantLost: it was lost before the blob was complete.
             TransferStalled: nothing of it came for `LONGEST_PAUSE` and a lease.
-            UpdateError: it does not hold the blob, or the bytes do not match the SHA-256.
+            UpdateError: it does not hold the blob, or the bytes do not match the SHA-256, which is
+                not verified of a file, or under a random name where memory is shared.
         """
         if stored is not None and take is not None and self.uploads is not None:
             file = await self.uploads.get(stored)
@@ -400,6 +401,7 @@ class Link(AllTurns):
                     await peer.resume(stream)
                 while (message := await stream.receive()) is not None:
                     await self._handle(peer, stream, message)
+                    del message  # a chunk is not kept until the next one is here
         except AdmissionRefused as error:
             await abort_stream(context, Refusal.of(error))
         except UpdateError as error:
@@ -455,6 +457,7 @@ class Link(AllTurns):
                     await aggregator.take(message)
                 else:
                     await self._handle(peer, stream, message)
+                del message  # as in `_serve`
 
     async def _open_channel(self, aggregator: ConnectedAggregator, caller: link_pb2.Caller) -> None:
         """Serve a device at an aggregator, or refuse it and no other.

@@ -14,7 +14,7 @@ from isthmus.errors import ParticipantLost, TransferStalled, UpdateError
 from isthmus.identity.tls import Subject
 from isthmus.printable import in_a_line
 from isthmus.transport.blobs import Assembly, Piece, Write
-from isthmus.transport.shared_memory import Take, opened
+from isthmus.transport.shared_memory import Take, has_random_name, opened
 from isthmus.transport.stream import Stream, to_the_end
 from isthmus.transport.transfer_time import TransferTime
 from isthmus.wire import link_pb2
@@ -257,6 +257,8 @@ class Peer:
         """Blobs that it was asked to put into the store, by SHA-256."""
         self.stored_last = (b"", 0)
         """SHA-256 of the last of them, and how many bytes it said to have sent."""
+        self.adding: set[bytes] = set()
+        """Blobs of it that its aggregator was asked to get and add, by SHA-256."""
         self.abandoned: dict[bytes, int] = {}
         """Bytes that may still arrive of blobs whose transfer was given up, by SHA-256."""
         self.transfers: dict[bytes, asyncio.Task[None]] = {}
@@ -340,7 +342,11 @@ class Peer:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.abandoned.pop(blob.sha256, None)
         self.transfer_time.begin(time.monotonic())
-        fetch = self.fetches[blob.sha256] = Fetch(Assembly(blob, write), done, take)
+        # A participant that the server has started may give what it offers as a file another name
+        # than its SHA-256. It comes in chunks if nobody takes it, or it cannot be opened.
+        verified = not (machine and has_random_name(blob))
+        assembly = Assembly(blob, write, verified=verified)
+        fetch = self.fetches[blob.sha256] = Fetch(assembly, done, take)
         try:
             if self.stream is not None:
                 pull = link_pb2.Pull(sha256=blob.sha256, machine=machine if fetch.take else "")
@@ -492,6 +498,11 @@ class Peer:
     def came_to_aggregator(self, blob: link_pb2.Blob) -> bool:
         """Whether all of a blob of it is at its aggregator, as that says."""
         return self.reached.get(CAME + blob.sha256, 0) >= blob.size
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a blob is on its way, as far as the server has asked for it or sends it."""
+        return bool(self.transfers or self.fetches or self.storing or self.adding)
 
     def download_of(self, request_id: str) -> str:
         """What the participant has said last of the files that a request is for."""

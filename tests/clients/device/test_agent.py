@@ -77,6 +77,15 @@ async def test_memory_that_the_server_may_be_reading_is_not_reused(opening, acce
     assert (agent.buffer(train(), LAYOUT.nbytes).obj is update.obj) == is_reused
 
 
+async def test_the_link_names_an_update_that_may_pass_as_a_file(opening):
+    agent = Agent(Participant(name="a", regime="federated"), None, shares=True)
+    await agent.work(opening(), None, ignore)
+    model = agent.buffer(train(), LAYOUT.nbytes)
+    model[:] = LAYOUT.encode(torch.zeros(LAYOUT.size))
+    reply, update = await agent.work(train(), model, ignore)
+    assert reply.trained.result == link_pb2.Blob(size=len(update))
+
+
 @pytest.mark.parametrize("kind", ["train_local", "score"])
 async def test_work_without_a_model_is_refused_by_name(agent, opening, kind):
     """The server did not announce a model, so no memory was asked for."""

@@ -201,11 +201,16 @@ def test_nor_does_that_of_running_statistics(parse, tmp_path, monkeypatch, hidde
     if not hidden:
         monkeypatch.setattr(SecureSessions, "exponents", lambda *_: None)
     job = parse(*NORMALISED_STEPS, methods=STATISTICS)
-    total, updates = summed(job, tmp_path, WITH_STATISTICS)
-    own = updates[VICTIM][WITH_STATISTICS.trained_size :]
-    assert own.abs().min() > COMMON
-    found = remainder(total)[-len(own) :] == torch.remainder(own, COMMON)
-    share = float(found.double().mean())
+    found = []
+    # There are six, and three of them have the right remainder by chance once in 3,000 runs.
+    for number in range(4 if hidden else 1):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "task.py").write_bytes((tmp_path / "task.py").read_bytes())
+        total, updates = summed(job, tmp_path / str(number), WITH_STATISTICS)
+        own = updates[VICTIM][WITH_STATISTICS.trained_size :]
+        assert own.abs().min() > COMMON
+        found.append(remainder(total)[-len(own) :] == torch.remainder(own, COMMON))
+    share = float(torch.cat(found).double().mean())
     assert share < 0.5 if hidden else share == 1
 
 

@@ -201,6 +201,21 @@ def test_nothing_is_written_beyond_the_agreed_size():
     assert written == []
 
 
+def test_a_blob_that_is_not_verified_has_all_its_bytes_in_order():
+    copy = bytearray(6)
+    assembly = Assembly(link_pb2.Blob(sha256=bytes(32), size=6), into(copy), verified=False)
+    assembly.add(chunk(0, b"abc"))
+    assert not assembly.complete
+    with pytest.raises(UpdateError, match="has a gap: at byte 3"):
+        assembly.add(chunk(4, b"ef"))
+    with pytest.raises(UpdateError, match="a transfer of 6 bytes continued to byte 7"):
+        assembly.add(chunk(3, b"defg"))
+    again = assembly.copy()
+    again.add(chunk(3, b"def"))
+    assert again.complete
+    assert copy == b"abcdef"
+
+
 def test_no_bytes_are_complete_at_once():
     assembly, _ = assembly_of(b"")
     assert assembly.complete

@@ -62,6 +62,14 @@ async def test_a_model_is_decrypted_and_continued_by_ranges(mirror, payload):
     assert begins == ["0-", *(f"{n}000000-{SIZE - 1}" for n in (1, 2, 3))]
 
 
+async def test_a_device_says_how_much_it_got_from_a_mirror(mirror, payload, caplog):
+    caplog.set_level("INFO")
+    blob = blob_at(payload, mirror.address + NAME)
+    await filled(blob, sources(f"{mirror.address}*").of(blob))
+    host = mirror.address.split("/")[2]
+    assert f"the mirror {host} gave 3,000,017 bytes" in caplog.messages
+
+
 async def test_what_is_here_of_it_is_not_asked_for(mirror, payload):
     blob = blob_at(payload, mirror.address + NAME)
     found, memory = await filled(blob, sources(f"{mirror.address}*").of(blob), payload[:12_345])
@@ -74,21 +82,21 @@ async def test_what_is_here_of_it_is_not_asked_for(mirror, payload):
 async def test_what_a_mirror_does_not_have_right_is_left_to_the_link(
     mirror, payload, tmp_path, caplog, fault
 ):
-    said = "it has something else under this name"
+    said = "has something else under this name"
     if fault == "lies":
         mirror.lies = True
     elif fault == "absent":
         mirror.folder = tmp_path
-        said = "does not have it; it comes on the link"
+        said = "does not have a model; it comes from the server"
     elif fault == "cut":
         mirror.sends = 0
-        said = "it cannot be read to its end"
+        said = "sends only a part; "
     elif fault == "redirects":  # such as into the network of the owner
         mirror.redirect = f"https://localhost:{mirror.port}/admin"
-        said = "it redirects to an address that the owner does not allow"
+        said = "redirects to an address that the owner does not allow"
     elif fault == "misleads":  # such as to what a request alone changes at an allowed host
         mirror.redirect = f"{mirror.address}logout"
-        said = "it redirects to an address that the owner does not allow"
+        said = "redirects to an address that the owner does not allow"
     key = bytes(KEY_BYTES) if fault == "key" else KEY
     blob = blob_at(payload, mirror.address + NAME, key)
     mirrors = sources(f"{mirror.address}*")
@@ -101,6 +109,37 @@ async def test_what_a_mirror_does_not_have_right_is_left_to_the_link(
     # One that lied or broke off would cost each round a model.
     await filled(blob, mirrors.of(blob))
     assert (len(mirror.asked) == asked) == (fault != "absent")
+
+
+@pytest.mark.parametrize("fault", ["lies", "cut", "untrusted", "away"])
+async def test_a_device_says_what_follows_where_a_mirror_fails(
+    mirror, payload, monkeypatch, caplog, fault
+):
+    if fault == "lies":
+        mirror.lies = True
+    elif fault == "cut":
+        mirror.sends = 0
+    elif fault == "untrusted":
+        monkeypatch.delenv("SSL_CERT_FILE")
+    blob = blob_at(payload, mirror.address + NAME)
+    if fault == "away":
+        blob.address = f"https://127.0.0.1:1/{NAME}"
+    await filled(blob, sources("https://127.0.0.1:*/*", f"{mirror.address}*").of(blob))
+    (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    said = record.getMessage()
+    host = "127.0.0.1:1" if fault == "away" else mirror.address.split("/")[2]
+    what = {
+        "lies": "has something else under this name (",
+        "cut": "sends only a part;",
+        "untrusted": "cannot be reached: its certificate does not pass: ",
+        "away": "cannot be reached: Connection refused;",
+    }
+    assert said.startswith(f"the mirror {host} {what[fault]}")
+    assert said.endswith(
+        "; models come from the server, and the mirror is left alone for 10 minutes"
+    )
+    assert "Err" not in said
+    assert NAME not in said
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import tempfile
 import pytest
 
 from isthmus.system.memory_file import MemoryFile
-from isthmus.transport.blobs import InFile
+from isthmus.transport.blobs import InFile, describe
 from isthmus.transport.shared_memory import (
     answer,
+    has_random_name,
     machine,
+    named,
     offered,
     opened,
     read_into,
@@ -55,6 +57,17 @@ def test_a_reader_keeps_the_bytes_when_the_owner_frees_its_memory():
 )
 def test_only_a_whole_shared_buffer_or_a_file_is_offered(payload):
     assert offered(payload) is None
+
+
+def test_a_random_name_is_told_from_a_sha256():
+    """It names one blob, and is as long as the SHA-256 that it replaces."""
+    payload = b"update"
+    names = [named(payload) for _ in range(2)]
+    assert all(has_random_name(name) for name in names)
+    assert not has_random_name(describe(payload))
+    assert not has_random_name(link_pb2.Blob(size=6))
+    assert {(len(name.sha256), name.size) for name in names} == {(32, 6)}
+    assert names[0] != names[1]
 
 
 def test_a_blob_in_a_file_is_offered_and_read():

@@ -1,5 +1,6 @@
 """What an aggregator keeps of the blobs that its devices pull."""
 
+import asyncio
 import shutil
 
 from isthmus.transport.blobs import describe
@@ -62,4 +63,32 @@ async def test_devices_that_wait_for_a_slow_download_hear_how_much_is_here(tmp_p
     kept.note(link_pb2.Request(train_local=link_pb2.TrainLocal(model=describe(payload))))
     await kept._get(describe(payload).sha256)
     assert ends == [1000, 2000, 2500]
+    kept.close()
+
+
+async def test_files_of_a_start_keep_no_model_of_a_round_waiting(tmp_path):
+    files = [bytes([number]) * 1000 for number in range(3)]
+    model = b"m" * 1000
+    is_asked = set()
+
+    async def piece(sha256, offset, length):
+        is_asked.add(sha256)
+        if sha256 != describe(model).sha256:
+            await asyncio.Event().wait()  # it takes hours
+        return bytearray(model[offset : offset + length])
+
+    async def arrived(sha256, end):
+        pass
+
+    kept = KeptBlobs(tmp_path, piece, arrived)
+    listed = [link_pb2.StartFile(blob=describe(file)) for file in files]
+    kept.note(link_pb2.Request(prepare=link_pb2.Prepare(files=listed)))
+    kept.note(link_pb2.Request(train_local=link_pb2.TrainLocal(model=describe(model))))
+    waiting = [asyncio.create_task(kept._get(describe(file).sha256)) for file in files]
+    async with asyncio.timeout(60):
+        await kept._get(describe(model).sha256)
+    assert describe(model).sha256 in kept._files
+    assert len(is_asked) == 2  # one of the files, too
+    for task in waiting:
+        task.cancel()
     kept.close()

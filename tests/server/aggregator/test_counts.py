@@ -98,6 +98,7 @@ class Told:
 
 async def test_a_server_is_told_of_a_slow_transfer_before_it_takes_it_for_ended(monkeypatch):
     monkeypatch.setattr(devices, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(devices, "FIRST_TOLD_SECONDS", 0.05)
     to = Told()
     device = devices._Device(1, None, to)
     for number in (1, 2):
@@ -108,6 +109,21 @@ async def test_a_server_is_told_of_a_slow_transfer_before_it_takes_it_for_ended(
     await device.moved(SHA256, 1000, 1010, 3000, from_caller=False)
     device.left()
     assert device._telling.cancelled()
+
+
+async def test_a_server_is_told_soon_that_something_comes(monkeypatch):
+    """A round that ends soon would take the device for one of which nothing comes."""
+    monkeypatch.setattr(devices, "FIRST_TOLD_SECONDS", 0.05)
+    to = Told()
+    device = devices._Device(1, None, to)
+    await device.moved(SHA256, 1000, 1010, 1000, from_caller=True)
+    async with asyncio.timeout(devices.TOLD_SECONDS / 2):
+        await wait_until(lambda: to.messages)
+    await device.moved(SHA256, 1000, 1010, 2000, from_caller=True)
+    later = device._telling.when() - asyncio.get_running_loop().time()
+    assert later > devices.TOLD_SECONDS / 2
+    assert [(each.bytes, each.end) for each in to.messages] == [(1000, 1000)]
+    device.left()
 
 
 async def test_a_server_is_told_once_of_a_quick_transfer_of_some_megabytes():

@@ -12,20 +12,24 @@ import grpc.aio
 import pytest
 from click.testing import CliRunner
 from tests.conftest import TABLE
+from tests.free_ports import free_ports
 from tests.server.read.console.serving import ask, served
 from tests.server.service.conftest import Fleet
 from tests.server.waiting import wait_until
 
+from isthmus.doctor import checks
 from isthmus.errors import AdmissionRefused, TransferStalled, UpdateError, UserError
 from isthmus.identity import tls
 from isthmus.task import Participant
+from isthmus.transport import dial_order
 from isthmus.transport import uplink as links
 from isthmus.transport.blobs import describe
+from isthmus.transport.transfer_time import TransferTime
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.aggregator import devices
 from isthmus_server.aggregator.blobs import KeptBlobs
-from isthmus_server.aggregator.process import AggregatorProcess
+from isthmus_server.aggregator.process import AggregatorProcess, ServerLink
 from isthmus_server.aggregator.sums import VectorSums
 from isthmus_server.cli.server import server
 from isthmus_server.fleet.presence import FleetPresence, read_snapshot
@@ -53,8 +57,9 @@ class Site(Fleet):
         self.running = {}
         self.agents = {}
 
-    async def aggregator(self, name, member=None, port=0):
-        """A running aggregator; returns its task."""
+    async def aggregator(self, name, member=None, port=None):
+        """A running aggregator, which may begin again at its port; returns its task."""
+        port = free_ports(1) if port is None else port
         member = member or await self.member(name, kind="aggregator")
         process = AggregatorProcess(member)
         ready = asyncio.Event()
@@ -70,8 +75,11 @@ class Site(Fleet):
         self.places[name] = f"127.0.0.1:{process.port}"
         return task
 
-    async def devices(self, *places):
-        """Connect each device to one of the places in turn, instead of where it was."""
+    async def devices(self, *places, after=()):
+        """Connect each device to one of the places in turn, instead of where it was.
+
+        After all of these, each has the addresses in `after`.
+        """
         for task in self.running.values():
             task.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
@@ -87,7 +95,7 @@ class Site(Fleet):
             )
             own = number % len(places)
             uplink = agent.uplink(
-                places[own], self.members[name], others=(*places[own + 1 :], *places[:own])
+                places[own], self.members[name], others=(*places[own + 1 :], *places[:own], *after)
             )
             uplink.longest_pause = 0.05
             self.running[name] = asyncio.create_task(uplink.run())
@@ -102,6 +110,7 @@ class Site(Fleet):
         assert last.state == "finished", last
         with contextlib.closing(Store.open(self.state / "runs" / entry.id)) as store:
             ended = list(store.attempts())
+            self.run_id = store.run_id
         self.failed = [each for each in ended if not isinstance(each, RoundRecord)]
         return [each for each in ended if isinstance(each, RoundRecord)]
 
@@ -131,7 +140,10 @@ async def test_updates_are_added_at_aggregators_and_the_model_is_the_same(site, 
     together = await site.run(job())
     assert [row.model_sha256 for row in together] == [row.model_sha256 for row in alone]
     handed = [text for text in caplog.messages if text.startswith("hands over the sum")]
-    assert handed == ["hands over the sum of 2 vectors"] * 4  # two rounds, two aggregators
+    assert handed == [
+        f"hands over the sum of 2 vectors of {site.run_id}, round {round_}, attempt 1"
+        for round_ in (1, 1, 2, 2)
+    ]
     for one, other in zip(together, alone, strict=True):
         moved = [[(each.bytes_in, each.bytes_out) for each in row.receipts] for row in (one, other)]
         assert moved[0] == moved[1]
@@ -190,7 +202,7 @@ async def test_rounds_go_on_without_the_devices_of_a_lost_aggregator(site, job, 
     dropped = [each for each in first.receipts if each.status == "dropped"]
     assert [each.status for each in first.receipts].count("accepted") == 2
     for each in dropped:
-        assert each.reason.startswith("the sum of the aggregator 127.0.0.1 was lost: ")
+        assert each.reason.startswith("the sum of the aggregator 127.0.0.1 was lost: silent for ")
         assert each.sent
         assert not each.late
     assert [each.status for each in second.receipts] == ["accepted"] * 4
@@ -209,6 +221,129 @@ async def test_a_device_returns_to_its_aggregator_when_its_next_stream_has_ended
     assert first.place is None  # as long as its stream holds
     first.serving.cancel()
     await wait_until(lambda: "a" in site.link.peers and site.link.peers["a"].place is not None)
+
+
+@pytest.fixture
+def asks_soon(monkeypatch):
+    """Devices at a later address ask earlier ones after a moment."""
+    monkeypatch.setattr(dial_order, "FIRST_RETURN_SECONDS", 0.3)
+    monkeypatch.setattr(dial_order, "LONGEST_RETURN_SECONDS", 0.3)
+    monkeypatch.setattr(links, "_IDLE_SECONDS", 0.1)
+
+
+async def test_a_device_without_a_request_returns_to_its_aggregator_by_itself(
+    site, asks_soon, caplog
+):
+    member = await site.member(AGGREGATORS[0], kind="aggregator")
+    task = await site.aggregator(AGGREGATORS[0], member)
+    await site.devices(site.places[AGGREGATORS[0]], site.address)
+    first = site.link.peers["a"]
+    port = int(site.places[AGGREGATORS[0]].rpartition(":")[2])
+    task.cancel()
+    await wait_until(lambda: first.stream is not None and first.place is None)
+    serving = first.serving
+    await asyncio.sleep(1)
+    assert first.serving is serving  # while nothing answers there, its stream holds
+    caplog.set_level("INFO", logger="isthmus.transport")
+    await site.aggregator(AGGREGATORS[0], member, port)
+    await wait_until(lambda: first.stream is not None and first.place is not None)
+    assert site.link.peers["a"] is first
+    back = f"goes back from {site.address} to {site.places[AGGREGATORS[0]]}"
+    assert back in caplog.messages  # of others, too, which wait for another time
+
+
+async def test_devices_return_to_their_aggregators_in_rounds_without_a_loss(site, job, asks_soon):
+    member = await site.member(AGGREGATORS[0], kind="aggregator")
+    task = await site.aggregator(AGGREGATORS[0], member)
+    place = site.places[AGGREGATORS[0]]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await site.devices(site.address)
+    alone = await site.run(job("rounds=6"))
+    await site.devices(place, after=(site.address,))
+    running = asyncio.create_task(site.run(job("rounds=6", "federated.quorum=4")))
+    await site.aggregator(AGGREGATORS[0], member, int(place.rpartition(":")[2]))
+    rows = await running
+    assert not site.failed
+    assert [row.model_sha256 for row in rows] == [row.model_sha256 for row in alone]
+    await wait_until(lambda: all(each.place for each in site.link.peers.values()))
+
+
+async def test_devices_wait_for_an_aggregator_whose_server_starts_again(site, monkeypatch):
+    await site.aggregator(AGGREGATORS[0])
+    await site.devices(site.places[AGGREGATORS[0]], after=(site.address,))
+    peers = [site.link.peers[name] for name in DEVICES]
+    assert all(each.place for each in peers)
+    (process,) = site.processes
+    monkeypatch.setattr(ServerLink, "is_linked", False)
+    process.devices.end_all()
+    await wait_until(lambda: not any(each.stream for each in peers))
+    await asyncio.sleep(1)
+    assert not any(each.stream for each in peers)  # none has gone on to the server
+    monkeypatch.undo()
+    await wait_until(lambda: all(each.stream and each.place for each in peers))
+
+
+async def test_an_aggregator_without_a_server_says_so_after_a_devices_first_message(
+    site, monkeypatch
+):
+    """A gRPC client that writes to a stream that has just ended does not learn why it has."""
+    await site.aggregator(AGGREGATORS[0])
+    monkeypatch.setattr(ServerLink, "is_linked", False)
+    credentials = site.members["a"].channel_credentials()
+    async with grpc.aio.secure_channel(site.places[AGGREGATORS[0]], credentials) as channel:
+        call = channel.stream_stream(links.METHOD)()
+        answer = asyncio.create_task(call.read())
+        await asyncio.wait((answer,), timeout=0.3)
+        assert not answer.done()
+        await call.write(b"hello")
+        with pytest.raises(grpc.aio.AioRpcError, match="has no link to its server now"):
+            await answer
+
+
+async def test_a_device_at_its_check_in_waits_for_an_aggregator_once(site, monkeypatch):
+    await site.aggregator(AGGREGATORS[0])
+    await site.devices(site.places[AGGREGATORS[0]], after=(site.address,))
+    peer = site.link.peers["a"]
+    monkeypatch.setattr(ServerLink, "is_linked", False)
+    site.link._call_back(peer, 2.0)
+    await wait_until(lambda: "a" not in site.link.peers)
+    # Between two tries are 0.25 to 0.5 seconds, and hours if a check-in is once a day.
+    async with asyncio.timeout(60):
+        await wait_until(lambda: "a" in site.link.peers)
+    assert site.link.peers["a"].place is None
+
+
+async def test_doctor_blames_no_clock_for_an_aggregator_without_a_server(site, monkeypatch):
+    await site.aggregator(AGGREGATORS[0])
+    monkeypatch.setattr(ServerLink, "is_linked", False)
+    member = site.members["a"]
+    place = site.places[AGGREGATORS[0]]
+    found = await asyncio.to_thread(checks.clock, member, member.road(None, place))
+    remedy = "try again, as its server may be starting; if it is the same, tell the operator"
+    why = f"{place}: this aggregator has no link to its server now"
+    assert found == checks.Diagnosis("FAIL", "answer", why, remedy)
+
+
+async def test_a_device_that_comes_as_the_link_to_the_server_breaks_is_told_so(site, monkeypatch):
+    """Else it waited half a minute for a welcome."""
+    await site.aggregator(AGGREGATORS[0])
+
+    def break_after(link):
+        was_linked = link._stream is not None
+        link._stream = None
+        return was_linked
+
+    monkeypatch.setattr(ServerLink, "is_linked", property(break_after))
+    credentials = site.members["a"].channel_credentials()
+    async with (
+        asyncio.timeout(20),
+        grpc.aio.secure_channel(site.places[AGGREGATORS[0]], credentials) as channel,
+    ):
+        call = channel.stream_stream(links.METHOD)()
+        await call.write(b"hello")  # which nobody answers
+        with pytest.raises(grpc.aio.AioRpcError, match="has no link to its server now"):
+            await call.read()
 
 
 async def test_a_sum_that_is_not_fetched_in_time_is_lost_and_freed(site, job, monkeypatch):
@@ -243,7 +378,11 @@ async def test_masked_vectors_are_added_at_aggregators(site, job, caplog):
     assert [each.status for each in together.receipts] == ["accepted"] * 4
     handed = [text for text in caplog.messages if text.startswith("hands over the sum")]
     # Of the ranges of the updates, and of the updates; the third aggregate is the server's own.
-    assert sorted(handed) == [f"hands over the sum of {count} vectors" for count in (1, 1, 2, 2)]
+    assert sorted(handed) == [
+        f"hands over the sum of {count} of {site.run_id}{part}, round 1, attempt 1"
+        for count in ("1 vector", "2 vectors")
+        for part in ("", "/ranges")
+    ]
     await site.devices(site.address)
     (alone,) = await site.run(job(*secure, "federated.quorum=3"))
     # Secure sums are rounded at random.
@@ -325,7 +464,7 @@ async def test_masked_vectors_of_a_lost_aggregator_drop_out_before_anything_is_u
         job("federated.secure_aggregation=true", "rounds=1", "federated.quorum=3")
     )
     (failed,) = site.failed
-    lost_part = "the sum of the aggregator 127.0.0.1 was lost: the aggregator 127.0.0.1 was lost: "
+    lost_part = "the sum of the aggregator 127.0.0.1 was lost: silent for longer than the lease of "
     # The secure sum of so few devices needs all of them.
     assert f"3 of 4 vectors came; 4 are needed (a: {lost_part}" in failed.error
     assert [each.status for each in row.receipts] == ["accepted"] * 4
@@ -483,7 +622,7 @@ async def test_a_vector_that_waits_behind_another_of_its_device_is_not_given_up(
     behind, monkeypatch
 ):
     """A slow link has them one after the other."""
-    monkeypatch.setattr(devices, "STALLED_SECONDS", 0.6)
+    monkeypatch.setattr(devices, "STALLED_SECONDS", 2.0)
     here = behind.processes[0].devices
     payload = bytes(range(30))
     first, second = describe(payload), describe(b"2")
@@ -495,7 +634,7 @@ async def test_a_vector_that_waits_behind_another_of_its_device_is_not_given_up(
             for blob in (first, second)
         ]
         for offset, value in enumerate(payload):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
             chunk = link_pb2.Chunk(sha256=first.sha256, offset=offset, data=bytes((value,)))
             await send(chunk=chunk)
         await fetching[0]
@@ -560,6 +699,60 @@ async def test_the_end_of_a_model_is_told_with_the_last_of_its_bytes(behind, tol
         await wait_until(lambda: peer.last_blob == model.sha256)
         assert told[2:] == [(0, True)]
         asking.cancel()
+
+
+async def test_a_device_whose_stream_has_broken_with_a_chunk_gets_smaller_ones(behind):
+    """Also at an aggregator: a chunk that takes longer than a lease would end each stream."""
+    payload = bytes(600_000)
+    model = describe(payload)
+    behind.link.publish(model, payload)
+    work = link_pb2.TrainLocal(model=model)
+    request = link_pb2.Request(id=behind.link.new_id(), train_local=work)
+    sizes = []
+    asking = None
+    for _ in range(2):
+        async with behind.raw(behind.members["a"]) as (_, send, receive):
+            await receive("welcome")
+            asking = asking or asyncio.create_task(behind.link.ask("a", request))
+            await receive("request")
+            await send(pull=link_pb2.Pull(sha256=model.sha256))
+            sizes.append(len((await receive("chunk")).data))
+        await wait_until(lambda: not behind.processes[0].devices)
+    assert sizes == [256 << 10, 64 << 10]
+    assert len(behind.processes[0].devices._before) == 1
+    asking.cancel()
+
+
+async def test_a_device_whose_vector_broke_its_stream_sends_the_next_one_in_small_chunks(
+    site, job, monkeypatch
+):
+    """It does not go on with it, so that the next one would break the stream in the same way."""
+    await site.aggregator(AGGREGATORS[0])
+    await site.devices(site.places[AGGREGATORS[0]])
+    fetch = devices.Devices.fetch
+    chunk_bytes = TransferTime.chunk_bytes
+    broken = []
+    after_a_break = []
+
+    async def break_once(self, channel, vector, write):
+        await fetch(self, channel, vector, write)
+        if not broken:
+            broken.append(channel)
+            self._devices[channel].end(Refusal("it broke", grpc.StatusCode.UNAVAILABLE))
+            await wait_until(lambda: channel not in self._devices)
+            raise UpdateError("it left")
+
+    def noted(self, usual, *, again):
+        if again:
+            after_a_break.append(chunk_bytes(self, 1 << 20, again=again))
+        return chunk_bytes(self, usual, again=again)
+
+    monkeypatch.setattr(devices.Devices, "fetch", break_once)
+    monkeypatch.setattr(TransferTime, "chunk_bytes", noted)
+    rows = await site.run(job("federated.quorum=4"))
+    assert len(rows) == 2
+    assert len(site.failed) == 1
+    assert after_a_break == [64 << 10]  # and not in the next round
 
 
 async def test_a_device_that_waits_for_its_welcome_is_not_pinged(behind, monkeypatch):

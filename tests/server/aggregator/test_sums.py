@@ -82,6 +82,21 @@ class Aggregator:
         return reply.summed, payload
 
 
+async def test_the_log_says_what_a_sum_is_of_as_far_as_the_server_does(tmp_path, caplog):
+    caplog.set_level("INFO", logger="isthmus_server.aggregator")
+    async with Aggregator(tmp_path) as aggregator:
+        for about in ("digits-1, round 2,\nattempt 1", ""):
+            masked = link_pb2.MaskedSum(length=1, bits=16)
+            await aggregator.open(masked=masked, about=about)
+            await aggregator.ask(add_vector=aggregator.vector("a", 1, bytes(2)))
+            await aggregator.hand_over("a")
+            aggregator.sums.forget()
+    assert caplog.messages == [
+        "hands over the sum of 1 vector of digits-1, round 2,\\nattempt 1",
+        "hands over the sum of 1 vector",
+    ]
+
+
 FATES = st.lists(
     st.tuples(st.sampled_from(["kept", "unsaid", "refused", "left", "damaged"]), st.integers(1, 9)),
     min_size=1,

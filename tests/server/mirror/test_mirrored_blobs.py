@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import io
+import shutil
 import threading
 
 import pytest
@@ -89,7 +90,7 @@ def files(folder):
 async def asked(blobs, offered):
     """The blob of a request as a device is sent it."""
     request = offered.request()
-    await blobs.add_addresses(request, offered.get)
+    await blobs.add_addresses("phone", request, offered.get)
     return request.train_local.model
 
 
@@ -178,6 +179,15 @@ async def test_a_mirror_that_fails_or_is_slow_delays_one_request(folder, offered
         assert files(folder) == [] or fault == "slow"
 
 
+async def test_a_folder_that_is_gone_is_said_in_plain_words(folder, offered, caplog):
+    blobs = MirroredBlobs(MirrorFolder(str(folder), URL))
+    async with blobs.running("me"):
+        shutil.rmtree(folder)
+        assert (await asked(blobs, offered)).address == ""
+        (said,) = caplog.messages
+        assert said.endswith(f"pull on the link for 600 s: there is no folder {folder} any more")
+
+
 class UnsignedFolder(MirrorFolder):
     """A folder whose addresses come when the test says so."""
 
@@ -218,7 +228,7 @@ async def test_what_is_small_or_for_one_device_is_not_put_there(folder):
         one = Offered(payload_of(SIZE))
         records = link_pb2.AppMessage(records=one.blob)
         request = link_pb2.Request(id="1", app=records)
-        await blobs.add_addresses(request, one.get)
+        await blobs.add_addresses("phone", request, one.get)
         assert request.app.records.address == ""
         assert files(folder) == []
 
@@ -228,7 +238,7 @@ async def test_a_request_without_a_blob_stays_without_one(folder):
     blobs = MirroredBlobs(MirrorFolder(str(folder), URL))
     opening = link_pb2.Request(id="1", open=link_pb2.OpenRun(run_id="run"))
     before = opening.SerializeToString()
-    await blobs.add_addresses(opening, lambda sha256: None)
+    await blobs.add_addresses("phone", opening, lambda sha256: None)
     assert not opening.open.HasField("package")
     assert opening.SerializeToString() == before
 

@@ -1,6 +1,7 @@
 """Updates are spooled, checked and added while they arrive, and can be withdrawn."""
 
 import contextlib
+import tracemalloc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +54,7 @@ def test_a_whole_update_in_the_memory_of_a_participant_is_not_copied(tmp_path, h
         update.write(0, memoryview(payload))
         assert update.complete
         assert spool.read(LAYOUT).tolist() == [1.0, 2.0, 3.0]
+        assert spool.tile(LAYOUT, 1, 2).tolist() == [2.0, 3.0]
         with spool.view() as view:
             assert view == payload
             assert view.readonly
@@ -85,15 +87,16 @@ def test_an_update_expected_to_be_large_is_spooled_to_a_file_at_once(tmp_path):
             assert view == b"x"
 
 
-def test_an_update_of_more_than_one_tile(tmp_path):
+@pytest.mark.parametrize("max_memory_bytes", [1 << 20, 16], ids=["in memory", "on disk"])
+def test_an_update_of_more_than_one_tile(tmp_path, max_memory_bytes):
     layout = TensorLayout.from_shapes({"a": (TILE,), "b": (2 * TILE + 3,)})
     vector = torch.arange(layout.size, dtype=torch.float32) / 128
     total = WeightedSum(layout.size, 5)
-    add(tmp_path, total, vector, 5, layout)
+    add(tmp_path, total, vector, 5, layout, max_memory_bytes)
     bad = vector.clone()
     bad[TILE + 1] = torch.nan
     with pytest.raises(UpdateError, match=r"^its update of 'b' is not finite \(nan\)$"):
-        add(tmp_path, total, bad, 1, layout)
+        add(tmp_path, total, bad, 1, layout, max_memory_bytes)
     assert torch.equal(total.mean(), vector)
 
 
@@ -142,6 +145,23 @@ def test_a_payload_of_another_size_or_header_is_refused(tmp_path):
 
 
 LARGE = TensorLayout.from_shapes({"a": (TILE,), "b": (2 * TILE + 3,)})
+
+
+def test_updates_that_arrive_at_the_same_time_keep_no_tiles_in_memory(tmp_path):
+    total, payload = WeightedSum(LARGE.size, 100), bytes(LARGE.encode(torch.ones(LARGE.size)))
+    count = 20
+    end = 4 * TILE + 100_000
+    with contextlib.ExitStack() as stack:
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        updates = []
+        for _ in range(count):
+            spool = stack.enter_context(UpdateSpool(tmp_path, expected_bytes=2 << 20))
+            updates.append(StreamingUpdate(spool, total, LARGE, 1))
+            send(updates[-1].write, payload, 100_000, end)
+        kept, most = tracemalloc.get_traced_memory()
+    assert kept < count * TILE  # a quarter of a tile each
+    assert most < count * TILE + 3 * 4 * TILE  # and the tile that is being added
 
 
 @given(st.lists(st.integers(0, LARGE.nbytes), max_size=4), st.randoms(use_true_random=False))

@@ -114,5 +114,5 @@ async def test_a_device_without_the_codec_refuses_the_run(deployment, monkeypatc
             "run",
             "federated.secure_aggregation=false",
             "federated.codec=rounded",
-            "time.join_seconds=1",
+            "time.join_seconds=3",
         )

@@ -245,7 +245,7 @@ def test_pauses_are_no_part_of_a_transfer():
 def allowance_of(*chunks, least_rate):
     """The allowance of a participant after chunks, each with its bytes and its time."""
     moved = TransferTime()
-    peer = types.SimpleNamespace(transfer_time=moved, transfers={}, fetches={}, storing={})
+    peer = types.SimpleNamespace(transfer_time=moved, is_moving=False)
     link = types.SimpleNamespace(peers={"d": peer})
     allowance = TransferAllowance(link, ["d"], least_rate)
     peer.transfer_time.begin(0.0)

@@ -19,6 +19,7 @@ from isthmus.transport.backoff import Backoff
 from isthmus.wire import link_pb2
 from isthmus_server.fleet import members
 from isthmus_server.fleet.presence import FleetPresence
+from isthmus_server.fleet.snapshot import Seen
 from isthmus_server.fleet.table import fleet_rows
 from isthmus_server.transport import check_ins
 from isthmus_server.transport.check_ins import (
@@ -185,6 +186,18 @@ async def test_a_device_that_is_not_needed_hangs_up_and_comes_back(crowded, monk
     await wait_until(lambda: "phone-1" not in crowded.link.peers)
     request = training_request(crowded.link)
     assert (await crowded.link.ask("phone-0", request)).trained.examples == 1
+
+
+async def test_devices_that_are_away_are_counted_until_their_time_has_come(crowded):
+    await crowded.join("phone-0", replying(examples=1))
+    presence = FleetPresence(crowded.state, crowded.link, dict)
+    soon, later = time.time() + 600, time.time() + 900
+    times = {"phone-0": soon, "phone-1": soon, "phone-2": later, "phone-3": time.time() - 1}
+    presence._seen = {name: Seen(checks_in_at=at) for name, at in times.items()}
+    found = presence.figures()
+    assert (found.direct, found.aggregated, found.away) == (1, 0, 2)
+    assert found.next_check_in == soon
+    assert found.enrolled == 1
 
 
 async def test_a_device_whose_owner_refuses_stays(crowded):

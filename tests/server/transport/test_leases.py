@@ -14,7 +14,7 @@ from tests.server.scripted_participant import (
 from tests.server.waiting import wait_until
 
 from isthmus.errors import ParticipantLost
-from isthmus.transport import backoff, uplink
+from isthmus.transport import backoff, dial_order, uplink
 from isthmus.transport.blobs import CHUNK_BYTES, describe, into
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
@@ -171,3 +171,22 @@ async def test_an_abandoned_download_does_not_disturb_the_next(network):
     await second
     assert len(participant.requests) == 1
     assert len(proxy.carried) == 3
+
+
+async def test_a_participant_that_goes_back_waits_for_no_one_who_does_not_notice(
+    network, monkeypatch
+):
+    monkeypatch.setattr(dial_order, "FIRST_RETURN_SECONDS", 0.2)
+    monkeypatch.setattr(dial_order, "LONGEST_RETURN_SECONDS", 0.2)
+    monkeypatch.setattr(uplink, "_IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(uplink, "_LEAVE_SECONDS", 1.0)
+    first = await network.listen()
+    first_proxy, first_port = await network.start_proxy()
+    first_proxy.cut(for_good=True)
+    await network.listen()
+    proxy, port = await network.start_proxy()
+    await network.join("a", replying(), first_port, others=(f"127.0.0.1:{port}",))
+    proxy.limits["up"] = 0  # the server still pings
+    first_proxy.refusing = False
+    async with asyncio.timeout(20):
+        await wait_until(lambda: "a" in first.peers)

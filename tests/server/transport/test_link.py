@@ -1,6 +1,7 @@
 """The link in normal use: requests, replies, blobs and ports."""
 
 import asyncio
+import weakref
 
 import pytest
 from tests.server.listeners import attached
@@ -8,8 +9,9 @@ from tests.server.scripted_participant import delayed, payload_of, replying, tra
 from tests.server.waiting import wait_until
 
 from isthmus.errors import ParticipantLost, TaskError, UpdateError, UserError
-from isthmus.transport.blobs import CHUNK_BYTES, InFile, describe, into
+from isthmus.transport.blobs import CHUNK_BYTES, InFile, Piece, describe, into
 from isthmus.transport.requests import MAX_MODELS, MAX_REQUESTS
+from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
 from isthmus_server.transport.link import Link
 
@@ -205,6 +207,32 @@ async def test_blobs_are_transferred_in_both_directions(network, size):
     assert back == bytes(reversed(payload))
     link.acknowledge("a", request.id, True)
     await wait_until(lambda: participant.receipts == [(True, "")])
+
+
+async def test_no_chunk_is_kept_until_the_next_one_is_here(network, monkeypatch):
+    """A stream that waits has no bytes in memory: those of many participants would add up."""
+    received = Stream.receive
+    last = {}
+    kept = []
+
+    async def recording(stream, *limit, **named):
+        if (chunk := last.pop(stream, None)) is not None:
+            kept.append(chunk() is not None)
+        message = await received(stream, *limit, **named)
+        if isinstance(message, Piece):
+            last[stream] = weakref.ref(message.data)
+        return message
+
+    monkeypatch.setattr(Stream, "receive", recording)
+    link = await network.listen()
+    payload = payload_of(4 * CHUNK_BYTES)
+    blob = describe(payload)
+    link.publish(blob, payload)
+    await network.join("a", replying(payload))
+    reply = await link.ask("a", training_request(link, blob))
+    await link.fetch("a", reply.trained.result, into(bytearray(len(payload))))
+    assert len(kept) > 4  # in both directions
+    assert not any(kept)
 
 
 async def test_one_blob_is_sent_to_many_participants(network):

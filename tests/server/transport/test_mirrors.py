@@ -1,6 +1,7 @@
 """Models of a link that devices take from a mirror over HTTPS, and what happens if they cannot."""
 
 import contextlib
+import math
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from isthmus.transport import blob_sources
 from isthmus.transport.blobs import CHUNK_BYTES, describe
 from isthmus.transport.mirrors import MirrorSources
 from isthmus.wire import link_pb2
+from isthmus_server.mirror import mirror_use
 from isthmus_server.mirror.folder import MirrorFolder
 from isthmus_server.mirror.mirrored_blobs import MirroredBlobs
 from isthmus_server.mirror.place import MARKER
@@ -87,6 +89,93 @@ async def test_a_job_of_several_uses_the_mirror_of_the_server(network, web):
         view.end()
 
 
+async def test_the_server_counts_and_says_what_its_mirror_should_have_sent(
+    network, web, tmp_path, timeouts, caplog
+):
+    """The operator of a web server that has ended sees it in no other place."""
+    link = await network.listen()
+    places = {"a": allowed(web), "b": allowed(web), "c": None, "d": allowed(web)}
+    models = [payload_of(SIZE), payload_of(SIZE + 1), payload_of(SIZE + 2)]
+    async with mirroring(link, web):
+        use = link.mirror.use
+        for name in ("a", "b", "c"):
+            await network.join(name, replying(), mirrors=places[name])
+        await sent(link, models[0], "a", "a", "b", "c")
+        assert use.taken == {"mirror": 2, "link": 1}
+        await timeouts.expire(mirror_use.GATHER_SECONDS)
+        assert said(caplog) == [f"1 device that had got nothing {NOTHING}"]
+        web.folder = tmp_path / "elsewhere"
+        await network.join("d", replying(), mirrors=places["d"])
+        for model in models[1:]:
+            await sent(link, model, "a", "b", "c", "d")
+        assert use.taken == {"mirror": 2, "link": 9}
+        # Not again within ten minutes, and not of an owner who does not allow it.
+        assert len(said(caplog)) == 1
+        use._line.cancel()
+        use._say()
+        assert said(caplog)[1:] == [f"2 devices that had got models {MODELS}; 1 device {NEVER}"]
+    assert len(said(caplog)) == 2
+
+
+@pytest.mark.parametrize("later", ["at once", "when it is put there again", "when it can be put"])
+async def test_a_model_that_a_device_has_kept_from_the_link_is_not_counted_as_from_the_mirror(
+    network, web, tmp_path, later
+):
+    """As for an evaluation and the round after it, or for two attempts at a round."""
+    link = await network.listen()
+    payload = payload_of(SIZE)
+    kept = []
+    async with mirroring(link, web):
+        use = link.mirror.use
+        web.folder = tmp_path / "elsewhere"
+        if later == "when it can be put":
+            link.mirror._rests_until = math.inf
+        await network.join(
+            "a",
+            replying(),
+            mirrors=allowed(web),
+            held=lambda request: kept[0] if kept else None,
+        )
+        blob = describe(payload)
+        link.publish(blob, payload)
+        await link.ask("a", training_request(link, blob))
+        kept.append(payload)
+        link.mirror._rests_until = 0.0
+        if later == "when it is put there again":
+            link.mirror._forget(blob.sha256)
+        await link.ask("a", training_request(link, blob))
+        link.retract(blob)
+        assert use.taken == {"mirror": 0, "link": int(later != "when it can be put")}
+
+
+MODELS = (
+    "from the mirror got one from this server, although the mirror has it: look at its web server"
+)
+NOTHING = (
+    "from the mirror so far got a model from this server, although the mirror has it: if their "
+    "owners allow the mirror (server_sources), look at its web server"
+)
+NEVER = f"that had got nothing {NOTHING}"
+
+
+async def sent(link, payload, *names):
+    """Have devices asked for work with a model, one after the other."""
+    blob = describe(payload)
+    link.publish(blob, payload)
+    for name in names:
+        await link.ask(name, training_request(link, blob))
+    link.retract(blob)
+
+
+def said(caplog):
+    """The server's lines about what devices do with the mirror."""
+    return [
+        each.getMessage()
+        for each in caplog.records
+        if each.name == "isthmus_server.mirror.mirror_use"
+    ]
+
+
 FAULTS = (
     "lies",
     "is cut",
@@ -142,13 +231,19 @@ async def test_a_run_ends_with_the_same_model_whatever_the_mirror_does(
     sent = {each["bytes_out"] for row in mirrored for each in row["receipts"]}
     assert sent == {size if fault else 0}
     assert bool(web.asked) == (fault not in ("is full", "is not allowed"))
-    said = [each for each in caplog.records if "mirror" in each.getMessage()]
+    lines = said(caplog)
+    assert len(lines) == (0 if fault in ("", "is full") else 1)
+    warned = [
+        each
+        for each in caplog.records
+        if "mirror" in each.getMessage() and each.getMessage() not in lines
+    ]
     if fault:
         if fault.startswith("drips"):
-            assert "it gave too little for 0.3 s" in caplog.text
+            assert "gave too little for 0.3 s; models come from the server" in caplog.text
         # Once for each device: then it is left alone. A model that is missing is said each time.
         most = 4 if fault == "has nothing" else 2
-        assert 1 <= sum(each.levelname == "WARNING" for each in said) <= most
+        assert 1 <= sum(each.levelname == "WARNING" for each in warned) <= most
 
 
 def full(place, name, stream, size):

@@ -1,6 +1,7 @@
 """Blobs between a server and participants that it has started: open files instead of messages."""
 
 import asyncio
+import errno
 import os
 
 import pytest
@@ -12,7 +13,7 @@ from isthmus.errors import UpdateError
 from isthmus.system.memory_file import MemoryFile
 from isthmus.transport import requests
 from isthmus.transport.blobs import describe, into
-from isthmus.transport.shared_memory import machine
+from isthmus.transport.shared_memory import has_random_name, machine, named
 from isthmus.wire import link_pb2
 
 SIZE = 1 << 20
@@ -34,6 +35,11 @@ def taken(into_):
             into_.append(file.read())
 
     return take
+
+
+def leaving_unnamed(payload):
+    """Replies at once with an update that its link is to name."""
+    return replying(payload, link_pb2.Blob(size=len(payload)))
 
 
 async def exchanged(network, port=None, *, link_shares=True, device_shares=True):
@@ -168,3 +174,110 @@ async def test_a_pull_for_the_bytes_is_not_answered_with_a_file(network, way, tm
     with pytest.raises(UpdateError, match="a file that was not asked for"):
         await fetching
     assert whole == []
+
+
+async def unnamed(network, update=None, *, link_shares=True, device_shares=True, reads=True):
+    """Have a device train and leave its update unnamed; returns the link and the update's name.
+
+    `reads`: the request has a model, which the device reads from a file if both sides share.
+    """
+    link = await network.listen(shares=link_shares)
+    update = shared(b"update") if update is None else update
+    device = await network.join("a", leaving_unnamed(update), shares=device_shares)
+    model = shared(b"model")
+    link.publish(describe(model), model)
+    reply = await link.ask("a", training_request(link, describe(model) if reads else None))
+    assert [bytes(each) for each in device.buffers] == [b"model"] * reads
+    return link, reply.trained.result
+
+
+async def test_an_update_that_passes_as_a_file_is_named_without_its_sha256(network):
+    link, name = await unnamed(network)
+    assert has_random_name(name)
+    whole = []
+    await link.fetch("a", name, into(bytearray(6)), taken(whole))
+    assert whole == [b"update"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"link_shares": False},
+        {"device_shares": False},
+        {"reads": False},
+        {"update": bytearray(b"update")},
+        {"update": memoryview(MemoryFile(8))[:6]},
+    ],
+    ids=["the server shares nothing", "the device neither", "no model", "no file", "a part"],
+)
+async def test_other_updates_are_named_by_their_sha256(network, options):
+    """Also if the server has not shown that it opens files: it may be of another machine."""
+    link, name = await unnamed(network, **options)
+    assert name == describe(options.get("update", b"update"))
+    whole = []
+    pieces = bytearray(6)
+    await link.fetch("a", name, into(pieces), taken(whole))
+    assert (whole or [bytes(pieces)]) == [bytes(options.get("update", b"update"))]
+
+
+async def test_an_update_without_a_sha256_that_nobody_takes_comes_in_messages(network):
+    """So a strategy of Flower fetches it, and an extension of a user's own."""
+    link, name = await unnamed(network)
+    assert has_random_name(name)
+    pieces = bytearray(6)
+    await link.fetch("a", name, into(pieces))
+    assert pieces == b"update"
+
+
+async def test_an_update_without_a_sha256_that_cannot_be_opened_comes_in_messages(
+    network, monkeypatch
+):
+    def refuse(file, size):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("isthmus_server.transport.peer.opened", refuse)
+    link, name = await unnamed(network)
+    assert has_random_name(name)
+    whole = []
+    pieces = bytearray(6)
+    await link.fetch("a", name, into(pieces), taken(whole))
+    assert (whole, bytes(pieces)) == ([], b"update")
+
+
+async def test_an_update_without_a_sha256_goes_on_after_its_stream_has_broken(network):
+    """The next stream asks for the bytes from where they were, with the same name."""
+    update = os.urandom(4 * SIZE)
+    link = await network.listen(shares=True)
+    proxy, through = await network.start_proxy()
+    await network.join("a", leaving_unnamed(shared(update)), through, shares=True)
+    model = shared(b"model")
+    link.publish(describe(model), model)
+    reply = await link.ask("a", training_request(link, describe(model)))
+    pieces = bytearray(len(update))
+
+    def write(offset, data):
+        into(pieces)(offset, data)
+        if not offset:
+            loop.call_soon_threadsafe(proxy.cut)
+
+    loop = asyncio.get_running_loop()
+    await link.fetch("a", reply.trained.result, write)
+    assert pieces == update
+    assert len(proxy.carried) == 2
+
+
+async def test_a_random_name_is_refused_where_nothing_is_shared(network):
+    """A device on another machine gets nothing accepted that is not what it has named."""
+    link = await network.listen()
+    await network.join("a", replying(b"update", named(b"update")))
+    reply = await link.ask("a", training_request(link))
+    with pytest.raises(UpdateError, match="does not match its SHA-256"):
+        await link.fetch("a", reply.trained.result, into(bytearray(6)), taken([]))
+
+
+async def test_a_sha256_is_verified_where_memory_is_shared_too(network):
+    link = await network.listen(shares=True)
+    await network.join("a", replying(b"update", describe(b"before")), shares=True)
+    reply = await link.ask("a", training_request(link))
+    with pytest.raises(UpdateError, match="does not match its SHA-256"):
+        await link.fetch("a", reply.trained.result, into(bytearray(6)), taken([]))

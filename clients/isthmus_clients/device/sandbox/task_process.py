@@ -179,7 +179,7 @@ class TaskProcess:
             self._shared = (self._shared[1], given)
         try:
             if cancelled():
-                raise TaskInterrupted("the server no longer wants the update of this round")
+                raise TaskInterrupted(TaskInterrupted.GIVEN_UP)
             with self._using, self._limited(limit):
                 try:
                     with self._sending:

@@ -107,6 +107,17 @@ class SecureSum:
     before: SecureAggregationAttempt | None = None
     """The attempt at a sum of the same devices that was set up for two, and has ended; None if
     there is none. This sum has a set-up of its own if it allows another cohort."""
+    question: str = ""
+    """What devices do for it, such as "evaluate the model"; empty if it is of a round."""
+
+    @property
+    def about(self) -> str:
+        """What it is of, for people."""
+        config = self.config
+        what = f"round {config.round}"
+        if self.question:
+            what = f"question {config.round} ({self.question})"
+        return f"{config.run_id}, {what}, attempt {config.attempt}"
 
 
 class SecureAggregationAttempt:
@@ -165,7 +176,7 @@ class SecureAggregationAttempt:
             bits=config.bits,
             figures=0 if config.codec is None else config.figures.length,
         )
-        opening = link_pb2.OpenSum(masked=form)
+        opening = link_pb2.OpenSum(masked=form, about=wanted.about)
         self._parts = PartialSums(
             context.link,
             opening,

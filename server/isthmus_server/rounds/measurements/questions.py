@@ -108,6 +108,9 @@ class DeviceQuestions:
             RoundFailed: too few devices.
         """
         settings = question.settings
+        if self._context.privacy is not None:
+            # Earlier attempts at the question were charged, too.
+            await self._context.privacy.account(self._context.link.peers)
         what = "a comparison" if question.kind == "comparison" else "an evaluation"
         check_budgets_left(settings, self._cohorts, what)
         cohort = question.select()
@@ -231,7 +234,11 @@ class DeviceQuestions:
             return question.request(encoded, group)
 
         wanted = SecureSum(
-            config=config, cohort=names, first_request=first_request, exact=cohort.exact
+            config=config,
+            cohort=names,
+            first_request=first_request,
+            exact=cohort.exact,
+            question=question.verb,
         )
         return secure_attempt(self._context, wanted)
 

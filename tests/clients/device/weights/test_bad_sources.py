@@ -61,7 +61,7 @@ async def test_bytes_before_the_wanted_one_are_counted_and_paced(
     limits += f"sources = ['{mirror.address}']\n"
     assert loaded(await device.get(job, limits), manifest)
     assert read_sealed(tmp_path / "state" / "usage.json")["bytes"] >= manifest.size
-    assert asyncio.get_running_loop().time() - started > 0.39
+    assert asyncio.get_running_loop().time() - started > 0.3
 
 
 async def test_a_request_that_is_cancelled_and_comes_again_gets_no_more_bytes(
@@ -79,7 +79,7 @@ async def test_a_request_that_is_cancelled_and_comes_again_gets_no_more_bytes(
     with pytest.raises(Exception, match="nobody waits"):
         await getting
     assert loaded(await device.get(job, limits, pull=pull), manifest)
-    assert loop.time() - started > 0.39
+    assert loop.time() - started > 0.34  # 0.4 s, of which the last 0.05 are not waited for
 
 
 async def test_hours_that_end_during_a_slow_download_stop_it(device, job, manifest, mirror):

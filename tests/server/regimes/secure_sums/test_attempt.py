@@ -1,6 +1,8 @@
 """Secure aggregation over a real link: the sum is that of the devices that did not drop out."""
 
 import asyncio
+import dataclasses
+import types
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.messages import MAX_ENTRY_BYTES, ConsistencySignatures
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt, SecureSum
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 
 MESSAGES = ("open", "train_local", "roster", "inbox", "survivors", "consistency_signatures")
@@ -337,3 +339,11 @@ async def test_the_same_round_gives_the_same_bytes_again(run):
     first = await run.train(attempt=1)
     second = await run.train(attempt=2)
     assert torch.equal(first.pseudo_gradient, second.pseudo_gradient)
+
+
+def test_a_sum_says_what_it_is_of():
+    config = types.SimpleNamespace(run_id="digits-1", round=3, attempt=2)
+    wanted = SecureSum(config=config, cohort=(), first_request=None)
+    assert wanted.about == "digits-1, round 3, attempt 2"
+    asked = dataclasses.replace(wanted, question="evaluate the model")
+    assert asked.about == "digits-1, question 3 (evaluate the model), attempt 2"
