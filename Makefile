@@ -47,7 +47,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	  || { echo "isthmus needs Python 3.11 or newer as $(PYTHON); set PYTHON=/path/to/it"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || $(call install,python3-venv) \
 	  || { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
-	@echo "installing into $(VENV) (the first time this takes a minute or two)"
+	@echo "installing into $(VENV) (the first time this takes some minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(INSTALL) -e '.[server,datacenter,examples]' $(OR_SAY_WHY)
 	@touch $@

@@ -68,8 +68,10 @@ def __getattr__(name: str) -> Any:
         try:
             return point.load()
         except ModuleNotFoundError as error:
+            from isthmus.extras import install_line
+
             raise ImportError(
                 f"isthmus.{name} needs the package {error.name!r}, which is not installed; "
-                "pip install 'isthmus[server]'"
+                f"{install_line('server')}"
             ) from error
     raise AttributeError(f"module 'isthmus' has no attribute {name!r}")

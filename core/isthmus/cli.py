@@ -15,6 +15,7 @@ import click
 
 from isthmus import __version__
 from isthmus.errors import IsthmusError
+from isthmus.extras import install_line
 from isthmus.printable import PrintableFormatter, in_lines
 from isthmus.system.compiled_code import keep_compiled_code_private
 
@@ -38,7 +39,7 @@ class _Commands(click.Group):
                 extra = _EXTRAS.get(point.module.partition(".")[0], "server")
                 raise click.ClickException(
                     f"`isthmus {cmd_name}` needs the package {error.name!r}, which is not "
-                    f"installed; pip install 'isthmus[{extra}]'"
+                    f"installed; {install_line(extra)}"
                 ) from error
             assert isinstance(command, click.Command)
             return command

@@ -135,6 +135,14 @@ class TaskError(UserError):
 class TaskInterrupted(TaskError):
     """Work of a task that others may have ended: by cancelling it, or by using up the memory."""
 
+    GIVEN_UP = "the server no longer wants the update of this round"
+    """The sentence for work that was cancelled, also where it comes from another process."""
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the server has cancelled the work, of which the task is not to blame."""
+        return str(self) == self.GIVEN_UP
+
 
 class TaskProcessEnded(TaskInterrupted):
     """The process of a task ended."""

@@ -22,7 +22,7 @@ from cryptography import x509
 
 from isthmus import __version__
 from isthmus.errors import IsthmusError
-from isthmus.grpc_errors import short_message
+from isthmus.grpc_errors import NOT_LINKED, short_message
 from isthmus.identity import tls
 from isthmus.identity.approach import approach_to
 from isthmus.identity.membership import Membership
@@ -206,6 +206,9 @@ def clock(
         what = "takes connections, and nobody answered within"
         found = f"{road.address}{road.detour} {what} {waited:.0f} s"
         return Diagnosis("FAIL", "answer", found, _SILENT_REMEDY)
+    if error == NOT_LINKED:
+        remedy = "try again, as its server may be starting; if it is the same, tell the operator"
+        return Diagnosis("FAIL", "answer", f"{road.address}{road.detour}: {error}", remedy)
     remedy = "set the clock of this machine, for example with timedatectl set-ntp true"
     if told is None:
         found = f"{road.address} did not tell its time: {error}"

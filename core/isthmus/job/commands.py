@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from isthmus.errors import UserError
+from isthmus.extras import install_line
 from isthmus.job.apps import registered
 from isthmus.job.promises import NOTHING, level_of, needs_of
 from isthmus.job.schema import Job, job_schema, load_job
@@ -142,9 +143,7 @@ def _show_report(
             width = len(name) + 2
             click.echo(name + "  " + f"\n{' ' * width}".join(lines))
             return
-    raise UserError(
-        f"--{name} needs the package of the datacenter; pip install 'isthmus[datacenter]'"
-    )
+    raise UserError(f"--{name} needs the package of the datacenter; {install_line('datacenter')}")
 
 
 def _show_promises(checked: Job) -> None:

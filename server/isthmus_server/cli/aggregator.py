@@ -49,7 +49,7 @@ def join(state: Path, url: str, token: joining.Token, proxy: ProxyChoice) -> Non
     metavar="HOST:PORT",
     default="",
     help="Address of the server (also wss://HOST/PATH, behind a balancer that ends TLS), if it "
-    "differs from the one that was joined.",
+    "differs from the one that was joined; one only, such as the name of a server and its standby.",
 )
 @click.option(
     "--folder",

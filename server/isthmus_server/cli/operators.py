@@ -7,6 +7,8 @@ import contextlib
 import functools
 import hashlib
 import json
+import queue
+import threading
 import time
 import uuid
 import weakref
@@ -36,12 +38,19 @@ from isthmus.wire import operator_pb2 as pb
 
 if TYPE_CHECKING:
     from isthmus.identity.joining import Token
+    from isthmus_server.storage.events import Event
 
 _SERVICE = "/isthmus.operator.v1.Operator/"
 _TIMEOUT = 30.0
 _MB = 1_000_000
 _RETRY_SECONDS = 10.0
 """Seconds that a repeated submission waits for a server that did not answer."""
+_SILENT_SECONDS = 30.0
+"""Seconds without an event after which a log that is followed asks whether the server answers."""
+_REDIAL_SECONDS = 2.0
+"""Seconds between two tries to go on with a log that is followed."""
+_GONE_SECONDS = 600.0
+"""Seconds without any server after which such a log ends."""
 _NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 """Status codes after which it is unknown whether the server has executed the call."""
 _Reply = TypeVar("_Reply", bound=Message)
@@ -54,6 +63,10 @@ _STATE = click.option(
     show_default="~/.local/state/isthmus/operator",
     help="Directory with this operator's keys.",
 )
+
+
+class ServerUnreachable(AdmissionRefused):
+    """No server answers, or it answers no more: another one may have to take over first."""
 
 
 class OperatorClient:
@@ -133,6 +146,63 @@ class OperatorClient:
         except grpc.RpcError as error:
             raise self._refusal(error) from None
 
+    def follow(self, request: pb.LogsRequest) -> Iterator[pb.Event | None]:
+        """Yield the events of a log as they arrive, and None as soon as the server sends them.
+
+        Raises:
+            ServerUnreachable: it does not answer any more, also while its connection is open.
+            AdmissionRefused: the server refuses.
+        """
+        call = self._channel.unary_stream(_SERVICE + "Logs")(request.SerializeToString())
+        arrived: queue.SimpleQueue[pb.Event | Exception | None] = queue.SimpleQueue()
+
+        def read() -> None:
+            try:
+                call.initial_metadata()
+                if call.is_active():
+                    arrived.put(None)
+                for data in call:
+                    arrived.put(pb.Event.FromString(data))
+            except Exception as error:  # noqa: BLE001 - it is raised where events are read
+                arrived.put(error)
+            else:
+                arrived.put(StopIteration())
+
+        threading.Thread(target=read, name="logs", daemon=True).start()
+        try:
+            while True:
+                try:
+                    found = arrived.get(timeout=_SILENT_SECONDS)
+                except queue.Empty:  # nothing happens, or the server hangs
+                    self._check_answers()
+                    continue
+                if isinstance(found, StopIteration):
+                    return
+                if isinstance(found, grpc.RpcError):
+                    raise self._refusal(found) from None
+                if isinstance(found, Exception):
+                    raise found
+                yield found
+        finally:
+            call.cancel()
+
+    def _check_answers(self) -> None:
+        """Check that the server answers, whatever that is.
+
+        Raises:
+            ServerUnreachable: it does not.
+        """
+        try:
+            self.call("Jobs", pb.JobsRequest(ended=0), pb.JobsReply)
+        except ServerUnreachable:
+            raise
+        except AdmissionRefused:  # such as too many calls at a time
+            pass
+
+    def close(self) -> None:
+        """End the connection."""
+        self._channel.close()
+
     def fetch(self, job: str, what: str, path: Path, limit: int) -> None:
         """Write a job's result into a file, which appears when it is complete.
 
@@ -180,13 +250,16 @@ class OperatorClient:
         assert isinstance(error, grpc.Call)
         doubt = unsure if error.code() in _NO_ANSWER else ""
         details = details_of(error)
+        kind = AdmissionRefused
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             problem = f" cannot be reached{self._road.detour}: {self._reason(details)}"
+            kind = ServerUnreachable
         elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             problem = " did not answer in time"
+            kind = ServerUnreachable
         else:
             problem = f": {details}"
-        return AdmissionRefused(f"the server at {self._road.address}{problem}{doubt}")
+        return kind(f"the server at {self._road.address}{problem}{doubt}")
 
     def _reason(self, details: str) -> str:
         """Why the server cannot be reached, by what is in the way if that is found."""
@@ -279,7 +352,10 @@ def submit(job: Path, overrides: tuple[str, ...], share: float, project: str, di
 )
 @_dialling
 def jobs(as_json: bool, ended: int, dial: Dial) -> None:
-    """List the server's running, paused and queued jobs, and the latest ended ones."""
+    """List the server's running, paused and queued jobs, and the latest ended ones.
+
+    Below the id of a job is that of its run, by which logs of devices and reports name it.
+    """
     reply = dial().call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply)
     keys = (
         "id",
@@ -294,13 +370,14 @@ def jobs(as_json: bool, ended: int, dial: Dial) -> None:
         "participations",
         "participant_seconds",
         "project",
+        "run_id",
     )
     if as_json:
         click.echo(
             json.dumps([{key: getattr(job, key) for key in keys} for job in reply.jobs], indent=1)
         )
         return
-    table = Table("job", "state", "round", "by", "since (UTC)", "share", box=None)
+    table = Table("job, run", "state", "round", "by", "since (UTC)", "share", box=None)
     grouped = any(job.project for job in reply.jobs)
     if grouped:
         table.add_column("project")
@@ -315,8 +392,9 @@ def jobs(as_json: bool, ended: int, dial: Dial) -> None:
         if job.participations:
             share += f" ({job.participations} participations)"
         projects = [job.project] if grouped else []
-        texts = (job.id, job.state, rounds, job.submitted_by, since, share, *projects, reason)
-        table.add_row(*(escape(in_a_line(text)) for text in texts))
+        texts = (job.state, rounds, job.submitted_by, since, share, *projects, reason)
+        names = "\n".join(escape(in_a_line(name)) for name in (job.id, job.run_id) if name)
+        table.add_row(names, *(escape(in_a_line(text)) for text in texts))
     none = "nothing has been submitted yet" if ended else "no job is running or queued"
     Console().print(table if reply.jobs else none)
 
@@ -326,28 +404,92 @@ def jobs(as_json: bool, ended: int, dial: Dial) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @_dialling
 def logs(job: str, follow: bool, dial: Dial) -> None:
-    """Print the result of each round of JOB."""
+    """Print the result of each round of JOB.
+
+    Followed, it goes on where it was after a server has taken over, or has been started again.
+    """
     from isthmus_server.read.report.progress import ProgressView, waiting_for
     from isthmus_server.storage.events import (
         JobEnded,
         JobPaused,
+        Paused,
         WaitingForParticipants,
         event_from_json,
     )
 
     view = ProgressView(Console())
-    for message in dial().events(pb.LogsRequest(id=job, follow=follow)):
+    request = pb.LogsRequest(id=job, follow=follow)
+    shown: set[tuple[object, ...]] = set()
+    for message in _followed(dial, request) if follow else dial().events(request):
         event = event_from_json(json.loads(message.data))
+        if (key := _once(event)) is not None:
+            if key in shown:  # another server tells all of them again
+                continue
+            shown.add(key)
         if isinstance(event, JobEnded):
             reason = in_a_line(event.reason)
             click.echo(f"{job} {event.state}" + (f": {reason}" if reason else ""))
         elif isinstance(event, JobPaused):
             until = _time_of_day(event.next_try)
             click.echo(f"{job} is paused, next try {until}: {in_a_line(event.reason)}")
+        elif isinstance(event, Paused) and not event.round:  # by an operator, and in no round
+            click.echo(f"{job} is {in_a_line(event.reason)}")
         elif isinstance(event, WaitingForParticipants):
             click.echo(f"{job} is {waiting_for(event)}")
         else:
             view(event)
+
+
+def _followed(dial: Dial, request: pb.LogsRequest) -> Iterator[pb.Event]:
+    """The events of a log until its job has ended, whichever server has the job.
+
+    Raises:
+        AdmissionRefused: the server refuses, or cannot be reached at first, or no server answers
+            for long.
+    """
+    client: OperatorClient | None = dial()
+    was_linked = False
+    gone_at: float | None = None
+    while True:
+        try:
+            client = client or dial()
+            for event in client.follow(request):
+                was_linked = True
+                if gone_at is not None:
+                    gone_at = None
+                    click.echo("a server answers: the log goes on", err=True)
+                if event is not None:
+                    yield event
+            return
+        except ServerUnreachable as error:
+            if not was_linked:
+                raise
+            if gone_at is None:
+                gone_at = time.monotonic()
+                click.echo(
+                    f"{in_a_line(str(error))}; the log goes on as soon as it, or the server that "
+                    "takes over from it, answers",
+                    err=True,
+                )
+            if time.monotonic() - gone_at > _GONE_SECONDS:
+                raise ServerUnreachable(
+                    f"{error}; no server has answered for {_GONE_SECONDS / 60:.0f} minutes: follow "
+                    f"the log again with  isthmus logs -f {request.id}"
+                ) from None
+        if client is not None:
+            client.close()
+            client = None
+        time.sleep(_REDIAL_SECONDS)  # nothing says when a server answers again
+
+
+def _once(event: Event) -> tuple[object, ...] | None:
+    """What an event is recognised by if it is shown once; None for one of the present state."""
+    from isthmus_server.storage.events import RoundAttemptFailed, RoundCommitted, ServerTakenOver
+
+    if isinstance(event, RoundCommitted | RoundAttemptFailed):
+        record = event.record
+        return event.kind, record.round, record.attempt, record.started_at
+    return (event.kind, event.at) if isinstance(event, ServerTakenOver) else None
 
 
 @click.command()

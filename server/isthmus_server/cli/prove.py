@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from isthmus_server.runs.local.fork_server import ParticipantForkServer
     from isthmus_server.storage.store import Store
 
+_AUTHORITY = "authority.pem"
+"""File with the certificate of a fleet's authority, in the state directory of each participant."""
+
 
 @click.command()
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
@@ -74,6 +77,11 @@ def _write(run_dir: Path, output: Path | None) -> None:
         check = _check_command(store, path, transcript.head)
     click.echo(f"transcript  {path}  ({transcript.entries} entries)\nhead        {transcript.head}")
     click.echo(f"check       {check}")
+    if check.endswith(f"--authority {_AUTHORITY}"):
+        click.echo(
+            f"            {_AUTHORITY} is the certificate of the fleet's authority, which each "
+            "participant has in its --state directory"
+        )
 
 
 def _check_command(store: Store, path: Path, head: str) -> str:
@@ -86,7 +94,7 @@ def _check_command(store: Store, path: Path, head: str) -> str:
         words += ["--model", str(model)]
     # Processes of the server's own user have an authority that nobody else knows.
     if store.job.federated.secure_aggregation and _had_enrolled_devices(store):
-        words += ["--authority", "authority.pem"]
+        words += ["--authority", _AUTHORITY]
     return shlex.join(words)
 
 

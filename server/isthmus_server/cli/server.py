@@ -387,8 +387,10 @@ def start(
     store = None if uploads is None else store_named(uploads)
     shown = None if console is None else tls.split_address(console, "--console")
     prepare()
-    for name in ("isthmus_server.service", "isthmus_server.fleet"):  # who joins, and who may not
-        logging.getLogger(name).setLevel(logging.INFO)
+    # Who joins, and who may not, and which aggregator is there. Of each stream of a device a line
+    # would be too much.
+    for part in ("service", "fleet", "transport.aggregators"):
+        logging.getLogger(f"isthmus_server.{part}").setLevel(logging.INFO)
     shared = one_port and metrics is not None and _same(metrics, host, port)
     observers = Observers.of_options(
         log_format, quiet, metrics, track, certified=True, shared=shared
@@ -402,17 +404,18 @@ def start(
             _check_free(host, (port,) if one_port else (port, port + 1))
             # Of this version, and intact; there is none before the first token.
             if not is_separate(state) and (state / registry_file.NAME).exists():
-                registry_file.check(state)
+                registry_file.check(state, may_be_new=True)
             waiting = observers.answering("it is a standby, and another server may be serving")
             import_training()  # now, and not while nobody serves
         with waiting:
             tenure = stack.enter_context(begin(state, standby=standby, tell=told))
+        observers.note_tenure(tenure.fence.epoch, tenure.takeover)
         blobs = None if place is None else MirroredBlobs(place)
         updates = None if store is None else StoredUpdates(store)
         server = ControlPlaneServer(
             state, locked=True, connected=connected, mirror=blobs, uploads=updates
         )
-        runner = JobRunner(server.link, state, observers, jobs, tenure.fence)
+        runner = JobRunner(server.link, state, observers, jobs, tenure.fence, tenure.takeover)
         stack.enter_context(contextlib.suppress(click.Abort))  # the queue is kept
         served = serve_queue(
             server,

@@ -21,7 +21,7 @@ from isthmus.errors import DamagedError
 from isthmus.printable import in_a_line
 from isthmus.system.sealed_files import read_sealed_bytes, write_sealed_bytes
 from isthmus.wire import link_pb2
-from isthmus_server.fleet.snapshot import FleetSnapshot, Seen
+from isthmus_server.fleet.snapshot import FleetFigures, FleetSnapshot, Seen
 from isthmus_server.storage.events import (
     Event,
     EventStream,
@@ -78,6 +78,7 @@ class FleetPresence(ParticipantListener):
         earlier = read_snapshot(self._path.parent)
         self._seen = {} if earlier is None else dict(earlier.participants)
         self._link.listeners.attach(self)
+        self._link.check_ins.away = self.away
         writing = asyncio.create_task(self._keep())
         try:
             yield
@@ -162,6 +163,32 @@ class FleetPresence(ParticipantListener):
             participants=now,
             waiting=waiting,
             aggregators={name: each.devices for name, each in connected.items()},
+        )
+
+    def away(self) -> Iterator[tuple[str, float]]:
+        """Devices that are away until they check in, and when that is, in Unix seconds."""
+        now = time.time()
+        for name, seen in self._seen.items():
+            if seen.checks_in_at > now and name not in self._link.peers:
+                yield name, seen.checks_in_at
+
+    def figures(self) -> FleetFigures:
+        """How many devices there are, and where they are now."""
+        online = [
+            peer
+            for peer in self._link.peers.values()
+            if peer.role == link_pb2.CLIENT and peer.stream is not None
+        ]
+        aggregated = sum(peer.place is not None for peer in online)
+        back = [at for _, at in self.away()]
+        linked = self._link.aggregators.connected
+        return FleetFigures(
+            enrolled=self._link.enrolments.population(),
+            direct=len(online) - aggregated,
+            aggregated=aggregated,
+            away=len(back),
+            next_check_in=min(back, default=None),
+            aggregators={name: each.devices for name, each in linked.items()},
         )
 
     async def _keep(self) -> None:

@@ -43,14 +43,20 @@ CREATE TABLE IF NOT EXISTS unrecorded (
 log = logging.getLogger(__name__)
 
 
-def check(directory: Path) -> None:
+def check(directory: Path, *, may_be_new: bool = False) -> None:
     """Check the registry in a state directory and its audit log; nothing is changed.
+
+    Args:
+        directory: of the state.
+        may_be_new: another process may be making it, as a command that creates the first token.
 
     Raises:
         UserError: one is damaged or missing, cannot be read, or the registry is an older copy.
     """
-    check_database(directory / NAME, SCHEMA)
+    check_database(directory / NAME, SCHEMA, may_be_new=may_be_new)
     with contextlib.closing(SealedDatabase(directory / NAME, SCHEMA, "read")) as database:
+        if may_be_new and database.is_new():
+            return
         if database.connection.execute("SELECT count(*) FROM participants").fetchone()[0]:
             audit.refuse_lost_log(directory)
     refuse_lost_revocations(directory)

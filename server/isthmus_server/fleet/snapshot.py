@@ -44,6 +44,24 @@ class Seen:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FleetFigures:
+    """How many devices a server has, and where they are now."""
+
+    enrolled: int
+    """Devices that have joined and may connect."""
+    direct: int
+    """Devices that are connected to the server itself."""
+    aggregated: int
+    """Devices that are connected through aggregators."""
+    away: int
+    """Devices that were told when to check in, and are away until then."""
+    next_check_in: float | None = None
+    """When the first of these checks in, in Unix seconds; None if none is away."""
+    aggregators: Mapping[str, int]
+    """Devices at each aggregator that is linked, by its name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FleetSnapshot:
     """The participants of a server, and what its jobs wait for."""
 

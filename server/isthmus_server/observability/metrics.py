@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -10,11 +11,18 @@ from typing import Any, cast
 
 from isthmus import __version__
 from isthmus.errors import UserError
+from isthmus_server.fleet.snapshot import FleetFigures
 from isthmus_server.observability.run_figures import OUTCOMES, ROUND_SECONDS, RunFigures
 from isthmus_server.observability.sinks import SinkThread
 
 ENDED_RUNS = 50
 """Ended runs whose figures are kept, so that the label `job` stays bounded."""
+
+AGGREGATORS_SHOWN = 50
+"""Aggregators that have a label of their own, those whose names come first."""
+
+_OTHER_AGGREGATORS = "*"
+"""The label of all others, which is no host and so no aggregator's name."""
 
 METRICS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "isthmus_rounds_total": ("counter", "Committed rounds.", ("regime",)),
@@ -73,20 +81,81 @@ METRICS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "The longest delay of the event loop that serves the link, in the last minute.",
         (),
     ),
+    "isthmus_mirror_blobs_total": (
+        "counter",
+        "Models and packages at the mirror, by where devices got them; absent without one.",
+        ("source",),
+    ),
     "isthmus_jobs": ("gauge", "Jobs of the queue that have not ended.", ("state",)),
+    "isthmus_devices_enrolled": (
+        "gauge",
+        "Devices that have joined the server and may connect.",
+        (),
+    ),
+    "isthmus_devices": (
+        "gauge",
+        "Devices that are connected to the server itself (direct) or through aggregators "
+        "(aggregated), and that are away until they check in, of the last 30,000 seen.",
+        ("state",),
+    ),
+    "isthmus_aggregators": ("gauge", "Aggregators that are linked to the server.", ()),
+    "isthmus_aggregator_devices": (
+        "gauge",
+        "Devices at each linked aggregator; of more than 50 aggregators the others are one, `*`.",
+        ("aggregator",),
+    ),
+    "isthmus_serving": (
+        "gauge",
+        "1 while this server serves, 0 while it waits as a standby; absent in `isthmus run`.",
+        (),
+    ),
+    "isthmus_tenure": (
+        "gauge",
+        "Number of this server among all that have served its directory, larger with each start "
+        "and each takeover; absent while it waits.",
+        (),
+    ),
+    "isthmus_takeover_timestamp_seconds": (
+        "gauge",
+        "When this server took over from another one, in Unix seconds; absent if it did not.",
+        (),
+    ),
     "isthmus_build_info": ("gauge", "1; its label is the version.", ("version",)),
 }
-"""Kind, help and further labels by name. All but the last three have the label `job` first."""
+"""Kind, help and further labels by name. The label `job` is first, but for those of the process."""
 
-OF_THE_PROCESS = ("isthmus_link_lag_seconds", "isthmus_jobs", "isthmus_build_info")
+OF_THE_PROCESS = (
+    "isthmus_link_lag_seconds",
+    "isthmus_mirror_blobs_total",
+    "isthmus_jobs",
+    "isthmus_devices_enrolled",
+    "isthmus_devices",
+    "isthmus_aggregators",
+    "isthmus_aggregator_devices",
+    "isthmus_serving",
+    "isthmus_tenure",
+    "isthmus_takeover_timestamp_seconds",
+    "isthmus_build_info",
+)
 """Metrics without the label `job`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerFigures:
+    """What a server says of its jobs and its devices when it is asked."""
+
+    jobs: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The jobs that have not ended, by state."""
+    fleet: FleetFigures | None = None
+    """Where its devices are; None if that is not known."""
 
 
 class RunMetrics:
     """The metrics of all runs of a process, as a collector of `prometheus_client`.
 
     Guarantees:
-      * no name of a participant is a label, and every label has a bounded number of values.
+      * no name of a device or datacenter is a label, and every label has a bounded number of
+        values.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -115,8 +184,16 @@ class RunMetrics:
         self._ended: deque[str] = deque()
         self.lag: Callable[[], float | None] = lambda: None
         """Returns the delay of the event loop in seconds; None if nothing measures it."""
-        self.jobs: Callable[[], Mapping[str, int]] = dict
-        """Returns the number of the queue's jobs by state."""
+        self.server: Callable[[], ServerFigures] = ServerFigures
+        """Returns what a server says of its jobs and its devices."""
+        self.serving: bool | None = None
+        """Whether this server serves, and does not wait as a standby; None without a server."""
+        self.tenure: int | None = None
+        """Number of this server among those that have served its directory."""
+        self.taken_over_at: float | None = None
+        """When this server took over from another one, in Unix seconds."""
+        self.mirrored: Callable[[], Mapping[str, int]] = dict
+        """Returns the number of blobs of the mirror that devices got, by where."""
 
     def add(self, figures: RunFigures, sinks: tuple[SinkThread, ...] = ()) -> None:
         """Show a run, in place of an earlier one with the same label."""
@@ -158,8 +235,20 @@ class RunMetrics:
                 dropped.add_metric([figures.label, sink.name], sink.dropped)
         if (lag := self.lag()) is not None:
             families["isthmus_link_lag_seconds"].add_metric([], lag)
-        for state, count in self.jobs().items():
+        for source, count in self.mirrored().items():
+            families["isthmus_mirror_blobs_total"].add_metric([source], count)
+        server = self.server()
+        for state, count in server.jobs.items():
             families["isthmus_jobs"].add_metric([state], count)
+        if server.fleet is not None:
+            _add_fleet(families, server.fleet)
+        for name, value in (
+            ("isthmus_serving", self.serving),
+            ("isthmus_tenure", self.tenure),
+            ("isthmus_takeover_timestamp_seconds", self.taken_over_at),
+        ):
+            if value is not None:
+                families[name].add_metric([], value)
         families["isthmus_build_info"].add_metric([__version__], 1)
         yield from families.values()
 
@@ -211,3 +300,17 @@ class RunMetrics:
             total += count
             buckets.append((str(bound), total))
         families["isthmus_round_seconds"].add_metric([figures.label], buckets, figures.seconds_sum)
+
+
+def _add_fleet(families: Mapping[str, Any], fleet: FleetFigures) -> None:
+    """Add the values of a server's devices and aggregators."""
+    families["isthmus_devices_enrolled"].add_metric([], fleet.enrolled)
+    for state in ("direct", "aggregated", "away"):
+        families["isthmus_devices"].add_metric([state], getattr(fleet, state))
+    families["isthmus_aggregators"].add_metric([], len(fleet.aggregators))
+    named = sorted(fleet.aggregators.items())
+    for name, devices in named[:AGGREGATORS_SHOWN]:
+        families["isthmus_aggregator_devices"].add_metric([name], devices)
+    if others := named[AGGREGATORS_SHOWN:]:
+        devices = sum(count for _, count in others)
+        families["isthmus_aggregator_devices"].add_metric([_OTHER_AGGREGATORS], devices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -15,8 +16,10 @@ from typing import Any, Protocol, cast
 from cryptography import x509
 from rich.console import Console
 
+from isthmus.errors import IsthmusError
 from isthmus.identity import tls
 from isthmus_server.fleet.callers import OperatorsOnly
+from isthmus_server.fleet.snapshot import FleetFigures
 from isthmus_server.observability.json_lines import (
     JsonConsoleFile,
     JsonEventSink,
@@ -25,13 +28,14 @@ from isthmus_server.observability.json_lines import (
     standard_output,
 )
 from isthmus_server.observability.listener import MetricsListener
-from isthmus_server.observability.metrics import RunMetrics
+from isthmus_server.observability.metrics import RunMetrics, ServerFigures
 from isthmus_server.observability.options import LogFormat
 from isthmus_server.observability.run_figures import RunFigures
 from isthmus_server.observability.sinks import EventSink, sinks_of
 from isthmus_server.observability.trackers.options import TrackedBy, tracker_of
 from isthmus_server.read.report.progress import ProgressView
 from isthmus_server.storage.events import Event, EventStream
+from isthmus_server.storage.fence import Takeover
 from isthmus_server.storage.records import EndedAttempt
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.event_loop import LoopNotAnswering, LoopObserver
@@ -84,8 +88,16 @@ class Served(Protocol):
         """Why it cannot do its work now, one sentence each; none if it can."""
         ...
 
+    def mirrored(self) -> Mapping[str, int]:
+        """The blobs of the mirror that devices got, by where; called from any thread."""
+        ...
+
     async def jobs(self) -> Mapping[str, int]:
         """The jobs that have not ended, by state."""
+        ...
+
+    async def fleet(self) -> FleetFigures | None:
+        """Where its devices are; None if nobody follows them."""
         ...
 
 
@@ -171,8 +183,23 @@ class Observers:
         if self.metrics is None or not self.metrics.is_open:
             yield
             return
+        self.metrics.metrics.serving = False
         with self.metrics.serving(lambda: [problem]):
             yield
+
+    def note_tenure(self, number: int, takeover: Takeover | None) -> None:
+        """Show in the metrics that this server serves from now on.
+
+        Args:
+            number: of this server among those that have served its directory.
+            takeover: from whom it took over; None if it did not.
+        """
+        if self.metrics is None:
+            return
+        metrics = self.metrics.metrics
+        metrics.serving = True
+        metrics.tenure = number
+        metrics.taken_over_at = None if takeover is None else takeover.at
 
     @asynccontextmanager
     async def serving(self, served: Served | None = None) -> AsyncIterator[None]:
@@ -192,7 +219,8 @@ class Observers:
         metrics.lag = loop.lag
         check = None
         if served is not None:
-            metrics.jobs = lambda: _known(loop, served)
+            metrics.server = lambda: _figures(loop, served)
+            metrics.mirrored = served.mirrored
             check = OperatorsOnly(served.pair, served.authority, loop, served.registered)
 
         def ready() -> Sequence[str]:
@@ -270,12 +298,22 @@ class Observers:
                 self.metrics.metrics.end(label)
 
 
-def _known(loop: LoopObserver, served: Served) -> Mapping[str, int]:
-    """The jobs by state; none if they cannot be asked for now, which `/readyz` says."""
+def _figures(loop: LoopObserver, served: Served) -> ServerFigures:
+    """What a server says; nothing of what it cannot be asked for now, which `/readyz` says."""
+
+    # With one question, as each may take as long as the loop is busy.
+    async def ask() -> ServerFigures:
+        found = ServerFigures()
+        with contextlib.suppress(IsthmusError, sqlite3.Error, OSError):
+            found = dataclasses.replace(found, jobs=await served.jobs())
+        with contextlib.suppress(IsthmusError, sqlite3.Error, OSError):
+            found = dataclasses.replace(found, fleet=await served.fleet())
+        return found
+
     try:
-        return loop.ask(served.jobs)
-    except (LoopNotAnswering, sqlite3.Error, OSError):
-        return {}
+        return loop.ask(ask)
+    except LoopNotAnswering:
+        return ServerFigures()
 
 
 def _attempts(directory: Path) -> Iterator[EndedAttempt]:

@@ -8,7 +8,7 @@ import json
 import logging
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ import grpc.aio
 from cryptography import x509
 from google.protobuf.message import DecodeError, Message
 
-from isthmus.errors import AdmissionRefused, IsthmusError
+from isthmus.errors import AdmissionRefused, IsthmusError, TakenOver
 from isthmus.identity import tls
 from isthmus.job import read_job
 from isthmus.transport.stream import to_the_end
@@ -25,11 +25,13 @@ from isthmus.wire import operator_pb2
 from isthmus_server.fleet.callers import OperatorsOnly
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.presence import FleetPresence
+from isthmus_server.fleet.snapshot import FleetFigures
 from isthmus_server.read.export.results import PART_BYTES, open_result
 from isthmus_server.runs.jobs.queue import QueuedJob, no_such_job
 from isthmus_server.runs.jobs.runner import JobRunner
 from isthmus_server.service.server import BalancerListener, ControlPlaneServer
 from isthmus_server.storage import audit
+from isthmus_server.storage.sealed_database import is_fenced
 from isthmus_server.transport.event_loop import LoopObserver
 from isthmus_server.transport.limits import HELLO_SECONDS, certificate_of
 
@@ -105,7 +107,9 @@ class OperatorService:
             await to_the_end(self.runner.check(job))
         entry = self.runner.submit(job, operator.name, request.key, share, request.project)
         details = {"project": entry.project} if entry.project else {}
-        await self._record("submit", operator, job=entry.id, share=f"{share:g}", **details)
+        await self._record(
+            "submit", operator, job=entry.id, run=entry.run_id, share=f"{share:g}", **details
+        )
         return operator_pb2.SubmitReply(id=entry.id)
 
     async def _jobs(
@@ -123,6 +127,7 @@ class OperatorService:
                 participations=0 if usage is None else usage.participations,
                 participant_seconds=0.0 if usage is None else usage.used,
                 id=entry.id,
+                run_id=entry.run_id,
                 state=entry.state,
                 reason=(
                     self.runner.waiting_for(entry, operator.name)
@@ -171,6 +176,7 @@ class OperatorService:
         try:
             request = operator_pb2.LogsRequest.FromString(await _first(requests))
             entry = self._seen_by(operator, request.id)
+            await context.send_initial_metadata(())  # the caller knows that it is followed
             async for event in self.runner.events(entry.id, request.follow):
                 self.members.registry.check(operator)
                 data = json.dumps(event.to_json())
@@ -276,9 +282,15 @@ class OperatorService:
 class ObservedServer:
     """What a server tells `/readyz` and Prometheus."""
 
-    def __init__(self, server: ControlPlaneServer, runner: JobRunner) -> None:
+    def __init__(
+        self,
+        server: ControlPlaneServer,
+        runner: JobRunner,
+        presence: FleetPresence | None = None,
+    ) -> None:
         self._server = server
         self._runner = runner
+        self._presence = presence
 
     def pair(self) -> tuple[bytes, bytes]:
         """The server's current key and certificate (PEM)."""
@@ -313,9 +325,18 @@ class ObservedServer:
                 found.append(f"the {what} cannot be read: {error}")
         return found
 
+    def mirrored(self) -> Mapping[str, int]:
+        """The blobs of the mirror that devices got, by where; none without a mirror."""
+        mirror = self._server.link.mirror
+        return {} if mirror is None else dict(mirror.use.taken)
+
     async def jobs(self) -> Counter[str]:
         """The jobs that have not ended, by state."""
         return Counter(entry.state for entry in self._runner.queue.entries(0))
+
+    async def fleet(self) -> FleetFigures | None:
+        """Where its devices are; None if nobody follows them."""
+        return None if self._presence is None else self._presence.figures()
 
 
 async def serve_queue(
@@ -358,7 +379,7 @@ async def serve_queue(
             runner.observers.followers.append(presence.following)
             async with (
                 presence.kept(),
-                runner.observers.serving(ObservedServer(server, runner)),
+                runner.observers.serving(ObservedServer(server, runner, presence)),
                 _console_of(server, runner, console),
             ):
                 await runner.run()
@@ -406,8 +427,12 @@ async def _first(requests: AsyncIterator[bytes]) -> bytes:
 
 
 async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    code = grpc.StatusCode.FAILED_PRECONDITION
     sentence = str(error)
-    if isinstance(error, DecodeError):
+    if isinstance(error, TakenOver) or is_fenced(error):
+        code = grpc.StatusCode.UNAVAILABLE  # the next call finds the server that serves now
+        sentence = "another server has taken over from this one"
+    elif isinstance(error, DecodeError):
         sentence = "the request is not a valid message"
     elif isinstance(error, sqlite3.Error | OSError):
         log.error("a file of this server cannot be used: %s", error)
@@ -415,4 +440,4 @@ async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
             f"a file of the server cannot be used: {error}; check it on the server's machine with "
             "`isthmus server verify`"
         )
-    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)
+    await context.abort(code, sentence)

@@ -29,7 +29,7 @@ from isthmus.errors import TakenOver, UserError
 from isthmus.system.file_lock import LockTaken, file_lock, is_locked
 from isthmus.system.private_files import create_state_file
 from isthmus_server.runs.jobs.queue import JobQueue, check
-from isthmus_server.storage.fence import QUEUE, STANDBY, Fence, epoch_of, write_lock
+from isthmus_server.storage.fence import QUEUE, STANDBY, Fence, Takeover, epoch_of, write_lock
 from isthmus_server.storage.sealed_database import database_error
 
 BEAT_SECONDS = 2.0
@@ -75,9 +75,13 @@ class Serving:
 class Tenure:
     """The time in which this server serves a state directory."""
 
-    def __init__(self, state: Path, fence: Fence, *, beats: bool) -> None:
+    def __init__(
+        self, state: Path, fence: Fence, *, beats: bool, takeover: Takeover | None = None
+    ) -> None:
         """The directory is locked, and its epoch raised; `beats`: a standby may wait."""
         self.fence = fence
+        self.takeover = takeover
+        """From whom this server took over; None if it did not wait as a standby for another one."""
         self._state = state
         self._beats = beats
         self._ended = threading.Event()
@@ -179,10 +183,14 @@ def begin(state: Path, *, standby: bool, tell: Callable[[str], object]) -> Itera
         JobQueue(state).close()
     with contextlib.ExitStack() as stack:
         try:
-            fence = _in_turn(state, stack, tell) if standby else _at_once(state, stack)
+            takeover = None
+            if standby:
+                fence, takeover = _in_turn(state, stack, tell)
+            else:
+                fence = _at_once(state, stack)
         except sqlite3.Error as error:
             raise database_error(state / QUEUE, error) from error
-        tenure = Tenure(state, fence, beats=standby)
+        tenure = Tenure(state, fence, beats=standby, takeover=takeover)
         stack.enter_context(tenure._beating())
         yield tenure
 
@@ -201,8 +209,10 @@ def _at_once(state: Path, stack: contextlib.ExitStack) -> Fence:
     return fence
 
 
-def _in_turn(state: Path, stack: contextlib.ExitStack, tell: Callable[[str], object]) -> Fence:
-    """Wait until no server serves the directory, and then do.
+def _in_turn(
+    state: Path, stack: contextlib.ExitStack, tell: Callable[[str], object]
+) -> tuple[Fence, Takeover | None]:
+    """Wait until no server serves the directory, and then do; returns from whom it took over.
 
     Raises:
         UserError: nobody may take over from the one that serves it, or the file of beats is
@@ -219,14 +229,14 @@ def _in_turn(state: Path, stack: contextlib.ExitStack, tell: Callable[[str], obj
             continue
         except LockTaken:  # since it was looked at, and not by a server, which raises the epoch
             watch.say(f"waits until no other command uses {state}")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)  # nothing says when another process gives the lock up
             continue
         if fence is None:  # another standby was faster
             watch = _Watch(state, tell)
             continue
         if watch.other is not None:
             tell(f"takes over from {watch.other}")
-        return fence
+        return fence, watch.takeover(fence, forced=forced)
 
 
 def _check_usable(state: Path) -> None:
@@ -320,6 +330,8 @@ class _Watch:
     def __init__(self, state: Path, tell: Callable[[str], object]) -> None:
         self.other: Serving | None = None
         """The server that serves it, or has; None if nobody knows of one."""
+        self._last: Serving | None = None
+        """The last one that was known."""
         self._state = state
         self._tell = tell
         self._told: set[str] = set()
@@ -349,6 +361,19 @@ class _Watch:
         else:
             self.say(f"cannot take over: {database_error(self._state / QUEUE, error)}")
 
+    def takeover(self, fence: Fence, *, forced: bool) -> Takeover | None:
+        """From whom this server has taken over, now that it has the fence; None if from nobody."""
+        before = self._last
+        if before is None or before.epoch != fence.epoch - 1:
+            return None
+        why = "was gone"
+        if forced:
+            why = f"had said nothing for {SILENT_SECONDS:g} s"
+        elif self.other is None:  # it has removed what it had said of itself
+            why = "had ended"
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        return Takeover(time.time(), me, str(before), why)
+
     def wait(self) -> tuple[int, bool]:
         """Wait until the server is gone; returns the epoch, and whether it may still have the lock.
 
@@ -363,7 +388,7 @@ class _Watch:
             except sqlite3.OperationalError as error:  # a server is writing
                 if time.monotonic() - self._since >= SILENT_SECONDS:
                     self.say_unusable(error)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)  # a volume of several machines tells of no change
 
     def _look(self) -> tuple[int, bool] | None:
         epoch = _epoch(self._state)
@@ -376,6 +401,7 @@ class _Watch:
         locked = is_locked(self._state / "lock")
         if serving != self.other:
             self.other = serving
+            self._last = serving or self._last
             self._since = time.monotonic()
         quiet = time.monotonic() - self._since
         if epoch != self._epoch:
@@ -387,10 +413,13 @@ class _Watch:
             # It may just have begun: another standby raises the epoch, and then says who it is.
             of_epoch = time.monotonic() - self._epoch_since
             if min(quiet, of_epoch) > _UNLOCKED_SECONDS:
-                raise UserError(
-                    f"the server that runs from {self._state} was started without --standby, so "
-                    "that nobody can tell whether it is alive; start it again with --standby"
-                )
+                if self._last is None or self._last.epoch != epoch:
+                    raise UserError(
+                        f"the server that runs from {self._state} was started without --standby, "
+                        "so that nobody can tell whether it is alive; start it again with --standby"
+                    )
+                # The server of this epoch has ended, and a further one would have raised it.
+                self.say(f"waits until no other command uses {self._state}")
             return None
         if locked:
             self.say(f"waits as a standby: {serving} serves {self._state}")

@@ -52,6 +52,31 @@ class RunServed(ReportedEvent):
     `one`, the server itself; `local`, nobody, as they are processes of the server's user."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerTakenOver(ReportedEvent):
+    """A standby took over from the server that had the run; `at` is when it did."""
+
+    kind: Literal["taken_over"] = "taken_over"
+    by: str
+    """The server that has the run from then on."""
+    before: str
+    """The one that had it before."""
+    why: str
+    """Why, in words that follow after its name."""
+    round: int
+    """The round that was under way; without an attempt, the last one that was committed."""
+    attempt: int = 0
+    """The attempt at it that was cut short; 0 if none was under way."""
+
+    @property
+    def sentence(self) -> str:
+        """What happened, for people."""
+        when = f"after round {self.round}" if self.round else "before the first round"
+        if self.attempt:
+            when = f"in round {self.round}, attempt {self.attempt}"
+        return f"{self.by} took over from {self.before}, which {self.why}, {when}"
+
+
 # -- participants ----------------------------------------------------------------------------------
 
 
@@ -72,6 +97,10 @@ class WaitingForParticipants(Event):
     downloads: Sequence[str] = ()
     """Progress of devices that get the files which the model starts from: how far each of them
     is."""
+    away: int = 0
+    """Devices that are away until they check in."""
+    check_ins: Sequence[float] = ()
+    """When the next of these do, in Unix seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -334,6 +363,7 @@ LoggedEvent = Annotated[
     | RunAdopted
     | RunBranched
     | RunServed
+    | ServerTakenOver
     | RunStopped
     | LayoutChanged,
     Discriminator("kind"),
@@ -411,7 +441,7 @@ class EventStream:
         for subscriber in tuple(self._subscribers):
             try:
                 subscriber(event)
-            except Exception:
+            except Exception:  # one that only watches, of whatever kind, ends no run
                 log.warning("%r is unsubscribed: it failed on %r", subscriber, event, exc_info=True)
                 if subscriber in self._subscribers:
                     self._subscribers.remove(subscriber)

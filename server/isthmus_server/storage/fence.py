@@ -17,6 +17,7 @@ Both rest on the locks and the atomic commits of SQLite, and so on those of the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import secrets
 import sqlite3
@@ -39,6 +40,20 @@ _HIGHEST = (1 << 31) - (1 << 20)
 
 _BUSY_SECONDS = 10.0
 """Time to wait for the write lock, which others have for milliseconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Takeover:
+    """A standby that has taken the place of an earlier server."""
+
+    at: float
+    """When, in Unix seconds."""
+    by: str
+    """The server that serves from then on, such as `process 12 on hub-b`."""
+    before: str
+    """The earlier one, in the same form."""
+    why: str
+    """Why, in words that follow after a name: `had ended`, `was gone` or that it was silent."""
 
 
 class Fence:

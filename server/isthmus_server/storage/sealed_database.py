@@ -72,7 +72,7 @@ def database_error(file: Path, error: Exception) -> UserError:
             f"{file} cannot be used ({error.strerror or error}); check its directory, disk and "
             "permissions"
         )
-    if _FENCED in str(error):
+    if is_fenced(error):
         return TakenOver(
             f"another server has taken over {file}: this one has changed nothing there since"
         )
@@ -83,6 +83,11 @@ def database_error(file: Path, error: Exception) -> UserError:
     if remedy is not None:
         return UserError(f"{file} cannot be used ({what}); {remedy}")
     return DamagedError(f"{file} is damaged ({what}); restore it from a backup")
+
+
+def is_fenced(error: Exception) -> bool:
+    """Whether a database has refused a change as another server has taken over."""
+    return isinstance(error, sqlite3.Error) and _FENCED in str(error)
 
 
 class SealedDatabase:
@@ -157,7 +162,8 @@ class SealedDatabase:
         """
         if file.exists() and (file.stat().st_size or file.with_suffix(".head").exists()):
             with contextlib.closing(cls(file, schema, "read")) as database:
-                database.check()
+                if not database.is_new():
+                    database.check()
         database = cls(file, schema, fence=fence)
         if not database.head.exists():
             database.write_head()
@@ -186,7 +192,11 @@ class SealedDatabase:
         # the power.
         db.execute(f"PRAGMA synchronous={self._synchronous}")
         db.execute("PRAGMA recursive_triggers=ON")  # a replaced row is deleted first
-        db.executescript(schema + _SEAL)
+        if self.is_new():
+            # Together: who opens it meanwhile, or after a crash, finds all tables or none.
+            db.executescript(f"BEGIN IMMEDIATE; {schema} {_SEAL} COMMIT;")
+        else:
+            db.executescript(schema + _SEAL)
         if fence is not None:
             fence.claim(self.file)
         epoch = epoch_of(db) if fence is None else fence.epoch
@@ -285,6 +295,16 @@ class SealedDatabase:
 
     # -- checks ------------------------------------------------------------------------------------
 
+    def is_new(self) -> bool:
+        """Whether nothing was ever committed to it: its first process opens it now, or was killed.
+
+        Raises:
+            DamagedError, sqlite3.Error: as `check`.
+        """
+        with self._damage_named():
+            (names,) = self.connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        return not names and not self.head.exists()
+
     def check(self) -> int:
         """Read all rows and compare them with the seal and the head; returns the number of rows.
 
@@ -369,8 +389,13 @@ class SealedDatabase:
         return DamagedError(f"{self.file} is damaged ({why}); restore it from a backup")
 
 
-def check_database(file: Path, schema: str) -> None:
+def check_database(file: Path, schema: str, *, may_be_new: bool = False) -> None:
     """Check a database without changing it.
+
+    Args:
+        file: the database.
+        schema: the statements that make its tables.
+        may_be_new: another process may be making it.
 
     Raises:
         DamagedError: it is damaged or missing.
@@ -378,7 +403,8 @@ def check_database(file: Path, schema: str) -> None:
     """
     try:
         with contextlib.closing(SealedDatabase(file, schema, "read")) as database:
-            database.check()
+            if not (may_be_new and database.is_new()):
+                database.check()
     except (OSError, sqlite3.Error) as error:
         raise database_error(file, error) from error
 

@@ -447,6 +447,13 @@ class Store:
                 None if text is None else CommittedState.from_json(parsed(text)),
             )
 
+    def at_work(self) -> tuple[int, int]:
+        """Round and number of the attempt that has not ended; if none, the last round and 0."""
+        newest = self.newest_attempts(1)
+        if newest and newest[0].record is None:
+            return newest[0].planned.round, newest[0].planned.attempt
+        return self.last_round(), 0
+
     def newest_attempts(self, limit: int) -> list[LoggedAttempt]:
         """At most so many of the attempts that began last, ended or not, the oldest first."""
         rows = self._db.execute(

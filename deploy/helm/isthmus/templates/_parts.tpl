@@ -15,6 +15,9 @@ app.kubernetes.io/component: {{ .role }}
 {{- end -}}
 
 {{- define "isthmus.joining" -}}
+{{- if not (or .join .root.Values.server.enabled) -}}
+{{- fail (printf "%s.join is empty, and this release has no server: name the one to join" .role) -}}
+{{- end -}}
 {{- default (printf "%s-server.%s.svc:9401" (include "isthmus.name" .root) .root.Release.Namespace) .join -}}
 {{- end -}}
 

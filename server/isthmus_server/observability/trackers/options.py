@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isthmus.errors import UserError
+from isthmus.extras import install_line
 from isthmus.job import Job
 from isthmus.provided import make_provided
 from isthmus_server.observability.sinks import EventSink
@@ -140,5 +141,5 @@ def _check_installed(name: str, module: str) -> None:
         found = None
     if found is None:
         raise UserError(
-            f"--track {name} needs packages that are not installed; pip install 'isthmus[{name}]'"
+            f"--track {name} needs packages that are not installed; {install_line(name)}"
         )

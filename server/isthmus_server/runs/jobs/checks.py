@@ -63,7 +63,10 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
     if job.task.data is not None:
         path = (tasks / job.task.data).resolve()
         if not path.is_relative_to(tasks.resolve()):
-            raise UserError(f"task.data={job.task.data!r} is not below {tasks}")
+            raise UserError(
+                f"task.data={job.task.data!r} is not below {tasks}; put the data there, and name "
+                "it from there on, such as task.data='data'"
+            )
 
 
 def _check_module(job: Job, tasks: Path, key: str, name: str) -> None:

@@ -296,7 +296,7 @@ def check(directory: Path) -> None:
     path = directory / QUEUE
     _refuse_lost(path)
     if path.exists() or path.with_suffix(".head").exists():
-        check_database(path, SCHEMA)
+        check_database(path, SCHEMA, may_be_new=True)  # servers may start at the same time
 
 
 def _refuse_lost(path: Path) -> None:

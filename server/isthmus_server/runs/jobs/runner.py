@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,15 +31,17 @@ from isthmus_server.runs.jobs.past_draws import restore_draws
 from isthmus_server.runs.jobs.projects import Projects
 from isthmus_server.runs.jobs.queue import ENDED, JobQueue, QueuedJob, State
 from isthmus_server.runs.jobs.running import CANCELLED, RunningJob, cancel_resting
+from isthmus_server.storage import audit
 from isthmus_server.storage.events import (
     Event,
     JobEnded,
     JobPaused,
     Paused,
+    ServerTakenOver,
     WaitingForParticipants,
     attempt_event,
 )
-from isthmus_server.storage.fence import Fence
+from isthmus_server.storage.fence import Fence, Takeover
 from isthmus_server.storage.sealed_database import database_error
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.job_link import JobLink, LinkView, SharedLink
@@ -78,6 +81,7 @@ class JobRunner:
         observers: Observers,
         at_once: int = 1,
         fence: Fence | None = None,
+        takeover: Takeover | None = None,
     ) -> None:
         """Open the queue.
 
@@ -87,12 +91,16 @@ class JobRunner:
             observers: watch the runs.
             at_once: most jobs that run at a time.
             fence: of this server, if others may take over from it.
+            takeover: from whom this server took over, if it did.
 
         Raises:
             UserError: the queue is damaged or cannot be used.
         """
         self.link = link
         self._fence = fence
+        self._takeover = takeover
+        self._inherited: set[str] = set()
+        """Ids of the jobs whose runs the earlier server had begun."""
         self.queue = JobQueue(state, fence)
         self.tasks = state / "tasks"
         self.runs = state / "runs"
@@ -119,6 +127,11 @@ class JobRunner:
             TakenOver: another server has taken over.
         """
         self._claim_runs()
+        if self._takeover is not None:
+            self._note_inherited()
+            # Not awaited, as the earlier server may be stopped while it has the audit log locked.
+            work = (self._takeover, self._interrupted())
+            threading.Thread(target=self._record, args=work, name="audit", daemon=True).start()
         self.link.listeners.attach(self._returns)
         self.link.check_ins.trains = lambda: bool(self._running)
         self.link.check_ins.waits = self._waits_for_participants
@@ -141,6 +154,55 @@ class JobRunner:
                     self._fence.claim(log_file)
             except (sqlite3.Error, OSError) as error:  # it is claimed again before it is read
                 log.warning("%s", database_error(log_file, error))
+
+    def _note_inherited(self) -> None:
+        """Note whose runs this server has taken over, before it begins any itself."""
+        # Jobs can still run if it fails: only their logs then lack the takeover.
+        with contextlib.suppress(sqlite3.Error, OSError):
+            self._inherited = {
+                entry.id
+                for entry in self.queue.entries(0)
+                if (self.runs / entry.id / "job.json").exists()
+            }
+
+    def _interrupted(self) -> str:
+        """The jobs that the earlier server had at work, with their attempts, in words."""
+        found = []
+        try:
+            entries = self.queue.entries(0)
+        except (sqlite3.Error, OSError):  # it is tried again when the jobs run
+            return "unknown"
+        for entry in entries:
+            if entry.state != "running":
+                continue
+            round_, attempt = self._at_work(entry)
+            where = f"after round {round_}" if round_ else "before the first round"
+            if attempt:
+                where = f"in round {round_}, attempt {attempt}"
+            found.append(f"{entry.id} {where}")
+        return "; ".join(found) or "none"
+
+    def _at_work(self, entry: QueuedJob) -> tuple[int, int]:
+        """See `Store.at_work`; zeros if the run cannot be read, which its job says when it runs."""
+        try:
+            with self._store(entry) as store:
+                return (0, 0) if store is None else store.at_work()
+        except (UserError, OSError, sqlite3.Error):
+            return 0, 0
+
+    def _record(self, takeover: Takeover, interrupted: str) -> None:
+        """Write a takeover to the audit log; without it this server serves all the same."""
+        try:
+            audit.record(
+                self.runs.parent,
+                "takeover",
+                by=takeover.by,
+                before=takeover.before,
+                why=takeover.why,
+                jobs=interrupted,
+            )
+        except UserError as error:
+            log.warning("%s", error)
 
     async def _run_jobs(self) -> None:
         try:
@@ -188,7 +250,7 @@ class JobRunner:
         return entry
 
     def _begin(self, entry: QueuedJob) -> None:
-        self._print(f"{entry.id}, submitted by {entry.submitted_by}")
+        self._print(f"{entry.id}, submitted by {entry.submitted_by}, is the run {entry.run_id}")
         link = self.link
         admits = partial(self.projects.may_work, project=entry.project)
         if self._at_once > 1 and not entry.runs_alone:
@@ -198,7 +260,8 @@ class JobRunner:
             )
         elif self.projects:
             link = LinkView(link, admits)
-        job = self._running[entry.number] = RunningJob(entry, link, self._fence)
+        takeover = self._takeover if entry.id in self._inherited else None
+        job = self._running[entry.number] = RunningJob(entry, link, self._fence, takeover)
         job.task = asyncio.create_task(self._run_job(job))
 
     def leave(self) -> None:
@@ -394,20 +457,33 @@ class JobRunner:
         return await asyncio.to_thread(read_progress)
 
     async def events(self, id_: str, follow: bool) -> AsyncIterator[Event]:
-        """Yield the ended attempts of a job so far; with `follow`, until the job ends.
+        """Yield the ended attempts of a job so far, and takeovers; with `follow`, to its end.
 
         Raises:
             AdmissionRefused: there is no such job.
         """
-        last = 0
+        last: int | None = None
         shown = None
+        told = 0
         while True:
             entry = self.queue.get(id_)
             with self._store(entry) as store:
-                while store is not None and (rows := store.ended_since(last, _ROWS)):
+                takeovers: Sequence[Event] = ()
+                rows = [] if store is None else store.ended_since(last or 0, _ROWS)
+                if store is not None and (rows or last is None):  # not each time: it reads all
+                    takeovers = store.events(ServerTakenOver.kind)
+                while store is not None and rows:
                     for number, record in rows:
                         last = number
+                        while told < len(takeovers) and takeovers[told].at < record.started_at:
+                            told += 1
+                            yield takeovers[told - 1]
                         yield attempt_event(record)
+                    rows = store.ended_since(last or 0, _ROWS)
+                for event in takeovers[told:]:
+                    told += 1
+                    yield event
+                last = last or 0
             if entry.state in ENDED:
                 yield JobEnded(state=entry.state, reason=entry.reason)
             now = self._hindrance(entry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import importlib
 import sqlite3
@@ -24,9 +25,11 @@ from isthmus_server.storage.events import (
     EventStream,
     Paused,
     RoundPlanned,
+    ServerTakenOver,
     WaitingForParticipants,
 )
-from isthmus_server.storage.fence import Fence
+from isthmus_server.storage.fence import Fence, Takeover
+from isthmus_server.storage.run_journal import RunJournal
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.job_link import JobLink
 from isthmus_server.transport.link import Link
@@ -44,16 +47,24 @@ states of the optimizer and the averages."""
 class RunningJob:
     """A job with its run, from when it is begun to when it ends, pauses or is cancelled."""
 
-    def __init__(self, entry: QueuedJob, link: Link, fence: Fence | None = None) -> None:
+    def __init__(
+        self,
+        entry: QueuedJob,
+        link: Link,
+        fence: Fence | None = None,
+        takeover: Takeover | None = None,
+    ) -> None:
         """Nothing runs yet.
 
         Args:
             entry: the job.
             link: the server's, or a view of it as one of several jobs.
             fence: the server's, if others may take over from it.
+            takeover: from whom this server took over the run, if it did.
         """
         self.entry = entry
         self._fence = fence
+        self._takeover = takeover
         self.link = link
         self.cancelled = False
         self.paused_by = ""
@@ -126,6 +137,8 @@ class RunningJob:
             with store.locked():
                 async with observers.watching(store, events, self.entry.id, waits=False):
                     events.subscribe(self._note_waiting)
+                    if self._takeover is not None:
+                        note_takeover(store, events, self._takeover)
                     if isinstance(self.link, JobLink):
                         check_memory(store.job, tasks)
                     self._loop = run_loop(
@@ -153,6 +166,23 @@ class RunningJob:
             self._waiting = event
         elif isinstance(event, RoundPlanned):
             self._waiting = None
+
+
+def note_takeover(store: Store, events: EventStream, takeover: Takeover) -> None:
+    """Have the run's log and its watchers know of a takeover, unless the log has it already.
+
+    It changes nothing of what the run does: the next attempt is that after a restart.
+    """
+    for each in store.events(ServerTakenOver.kind):
+        if isinstance(each, ServerTakenOver) and (each.at, each.by) == (takeover.at, takeover.by):
+            return  # the job was paused since
+    round_, attempt = store.at_work()
+    event = ServerTakenOver(
+        **dataclasses.asdict(takeover),
+        round=round_,
+        attempt=attempt,
+    )
+    RunJournal(store, events).publish(event)
 
 
 def import_training() -> None:
