@@ -19,6 +19,8 @@ import yaml
 
 from isthmus import __version__ as isthmus_version
 from isthmus.cli import isthmus
+from isthmus.identity.tls import aggregator_host
+from isthmus_server.cli.aggregator import check_name
 from tests.machine import HELM, needs_helm, needs_systemd
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -45,6 +47,16 @@ CHOICES = {
         *("server.enabled=false", "aggregators.enabled=true", "aggregators.replicas=3"),
         *("aggregators.join=a.example:9401", "aggregators.storage.className=fast"),
         *("aggregators.moving.className=local", "aggregators.moving.size=9Gi"),
+    ],
+    "devices at aggregators": [
+        *("aggregators.enabled=true", "devices.enabled=true"),
+        "server.extraArgs={--connected=2000,--mirror,s3:bucket/models}",
+        "server.environmentSecret=store",
+    ],
+    "devices with servers": [
+        *("server.enabled=false", "aggregators.enabled=true", "aggregators.join=a.example:9401"),
+        *("devices.enabled=true", "devices.join=a.example:9401"),
+        "devices.servers={b.example:9500,wss://a.example/isthmus}",
     ],
     "devices elsewhere": [
         *("server.enabled=false", "devices.enabled=true", "devices.join=a.example:9401"),
@@ -185,6 +197,13 @@ def test_the_chart_renders_to_manifests_of_kubernetes(choice):
             ],
             "aggregators elsewhere": [
                 *("NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"),
+            ],
+            "devices at aggregators": [
+                *("DaemonSet", "NetworkPolicy", "PodDisruptionBudget"),
+                *("Service", "Service", "StatefulSet", "StatefulSet"),
+            ],
+            "devices with servers": [
+                *("DaemonSet", "NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"),
             ],
             "devices elsewhere": ["DaemonSet"],
         }[choice]
@@ -336,6 +355,59 @@ def test_devices_and_datacenter_join_the_server_of_the_release():
         assert f"--host {host}" in text
 
 
+def dialled(choice: str) -> list[str]:
+    """The addresses that devices are started with."""
+    (container,) = part_of(choice, "DaemonSet", "fleet-device")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    words = container["args"]
+    return [words[at + 1] for at, word in enumerate(words) if word == "--server"]
+
+
+@needs_helm
+def test_devices_dial_the_aggregators_of_the_release_and_then_its_server() -> None:
+    aggregators = part_of("devices at aggregators", "Service")
+    server = part_of("devices at aggregators", "Service", "fleet-server")
+    (first,) = aggregators["spec"]["ports"]
+    link = server["spec"]["ports"][0]
+    assert dialled("devices at aggregators") == [
+        f"{aggregators['metadata']['name']}.edge.svc:{first['port']}",
+        f"{server['metadata']['name']}.edge.svc:{link['port']}",
+    ]
+    assert dialled("devices with servers") == ["b.example:9500", "wss://a.example/isthmus"]
+    for choice in ("all", "devices elsewhere"):
+        assert dialled(choice) == []
+
+
+@needs_helm
+def test_the_hosts_that_devices_dial_are_in_the_certificates() -> None:
+    """The aggregators' host is that of the tokens in docs/deploy.md, and can be that of one."""
+    aggregators, server = (
+        address.rpartition(":")[0] for address in dialled("devices at aggregators")
+    )
+    for name in (aggregators, f"{aggregators}_2"):
+        check_name(name, None)
+        assert aggregator_host(name) == aggregators
+    guide = (DEPLOY.parent / "docs/deploy.md").read_text()
+    assert "RELEASE-aggregator.NAMESPACE.svc" in guide
+    pods = part_of("devices at aggregators", "StatefulSet", "fleet-server")
+    (init,) = pods["spec"]["template"]["spec"]["initContainers"]
+    (words,) = commands_in(init["command"][-1])
+    assert words[words.index("--host") + 1] == server
+
+
+@needs_helm
+def test_further_options_and_a_store_s_variables_reach_the_server() -> None:
+    pods = part_of("devices at aggregators", "StatefulSet", "fleet-server")
+    (container,) = pods["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-3:] == ["--connected=2000", "--mirror", "s3:bucket/models"]
+    assert container["envFrom"] == [{"secretRef": {"name": "store"}}]
+    (plain,) = part_of("server", "StatefulSet", "fleet-server")["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert "envFrom" not in plain
+
+
 @needs_helm
 @pytest.mark.parametrize(
     ("value", "key"),
@@ -350,6 +422,19 @@ def test_devices_and_datacenter_join_the_server_of_the_release():
         ),
         ("server.standby.claim=Fleet_1", "server.standby.claim"),
         ("devices.join=a.example", "devices.join"),
+        ("devices.servers={a.example}", "devices.servers"),
+        (
+            "aggregators.enabled=true,devices.enabled=true,devices.join=a.example:9401",
+            "devices.servers",
+        ),
+        (
+            "aggregators.enabled=true,devices.enabled=true,aggregators.join=a.example:9401",
+            "devices.servers",
+        ),
+        ("server.enabled=false,devices.enabled=true", "devices.join"),
+        ("server.enabled=false,aggregators.enabled=true", "aggregators.join"),
+        ("server.enabled=false,datacenter.enabled=true", "datacenter.join"),
+        ("server.extraArgs=--quiet", "server.extraArgs"),
         ("datacenter.ranks=many", "datacenter.ranks"),
     ],
 )
@@ -357,6 +442,33 @@ def test_values_that_cannot_be_are_refused_with_their_key(value, key):
     done = helm("template", "fleet", str(CHART), "--set", value)
     assert done.returncode != 0
     assert key in done.stderr.replace("/", ".")
+
+
+@needs_helm
+def test_names_of_digits_and_paths_with_commas_stay_what_they_are() -> None:
+    sets = (
+        *("server.environmentSecret=1", "server.standby.claim=2", "datacenter.claim=3"),
+        *("datacenter.tokenSecret=4", "datacenter.environmentSecret=5", "devices.tokenSecret=6"),
+        *("aggregators.tokenSecret=7", "devices.dataPath=/srv/a\\, b: c"),
+    )
+    enabled = [f"{part}.enabled=true" for part in ("aggregators", "devices", "datacenter")]
+    done = helm(
+        *("template", "fleet", str(CHART)),
+        *(part for value in enabled for part in ("--set", value)),
+        *(part for value in sets for part in ("--set-string", value)),
+    )
+    assert done.returncode == 0, done.stderr
+    named: list[object] = []
+    for document in yaml.safe_load_all(done.stdout):
+        pod = (document or {}).get("spec", {}).get("template", {}).get("spec", {})
+        for container in pod.get("containers", ()):
+            named += [each["secretRef"]["name"] for each in container.get("envFrom", ())]
+        for volume in pod.get("volumes", ()):
+            named.append(volume.get("secret", {}).get("secretName"))
+            named.append(volume.get("persistentVolumeClaim", {}).get("claimName"))
+            named.append(volume.get("hostPath", {}).get("path"))
+    expected = {*"1234567", "/srv/a, b: c", "/var/lib/isthmus"}
+    assert {each for each in named if each is not None} == expected
 
 
 @needs_helm

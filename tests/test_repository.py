@@ -98,7 +98,7 @@ COMMANDS = [
         "--peak-share --policies --ranks --restart-seconds --set --tflops --trial JOB"
     ),
     "isthmus privacy audit --canaries --confidence --json --set --unit JOB",
-    "isthmus privacy ledger --json RUN_DIR",
+    "isthmus privacy ledger --devices --json RUN_DIR",
     "isthmus privacy plan --find --json --noise --set --signal-to-noise --unit JOB",
     "isthmus prove --output --replay RUN_DIR",
     "isthmus report --html --json --schema RUN_DIR",

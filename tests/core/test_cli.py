@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import tomllib
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from isthmus import __version__, cli
 from isthmus.errors import UserError
+from isthmus.extras import install_line
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -107,6 +109,18 @@ def test_an_unknown_command_exits_with_code_2(isthmus):
     assert "No such command 'jbo'" in err
 
 
+def test_no_sentence_installs_isthmus_from_an_index_that_does_not_have_it():
+    root = Path(__file__).parents[2]
+    found = [
+        str(path.relative_to(root))
+        for part in ("core", "clients", "server", "datacenter", "flower", "docs", "examples")
+        for pattern in ("*.py", "*.md")
+        for path in (root / part).rglob(pattern)
+        if re.search(r"install [\"']?isthmus\[", path.read_text())
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize(
     ("package", "extra"),
     [
@@ -128,7 +142,7 @@ def test_a_command_with_missing_packages_names_them(isthmus, monkeypatch, packag
     code, _, err = isthmus("datacenter")
     assert code == 1
     assert "needs the package 'numpy', which is not installed" in err
-    assert f"pip install 'isthmus[{extra}]'" in err
+    assert install_line(extra) in err
     assert extra in PROJECT["optional-dependencies"]
 
 

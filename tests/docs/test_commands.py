@@ -125,7 +125,6 @@ def test_the_commands_of_the_readme_work_as_installed(folder: Path) -> None:
         "docs/own-policies.md",
         "docs/operations.md",
         "docs/python.md",
-        "docs/plan.md",
         "docs/privacy.md",
         "docs/prove.md",
         "docs/flower.md",
@@ -136,6 +135,24 @@ def test_the_commands_of_the_readme_work_as_installed(folder: Path) -> None:
 )
 def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:
     type_page(page, terminal)
+
+
+def test_what_if_of_the_guide_has_the_forecasts_that_the_page_shows(terminal: Terminal) -> None:
+    type_page("docs/plan.md", terminal)
+    found = json.loads(terminal.read("isthmus what-if runs/bandit --json"))
+    known = {
+        each["policy"]: each["reached"]["median"]
+        for each in found["alternatives"]
+        if each["reached"] is not None
+    }
+    shown = re.findall(
+        r"^  (\w+) +(0\.\d+) \(0\.\d+ to 0\.\d+\), \d+ rounds",
+        (ROOT / "docs/plan.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(shown) >= 2
+    for policy, median in shown:
+        assert known[policy] == pytest.approx(float(median), abs=0.02)
 
 
 def test_the_faulty_device_of_the_guide_is_named_first(terminal: Terminal) -> None:

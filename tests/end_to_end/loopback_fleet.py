@@ -120,7 +120,10 @@ class LoopbackFleet:
         for process in self._running.values():
             process.terminate()
             assert process.pid is not None
-            os.kill(process.pid, signal.SIGCONT)  # a test may have stopped it
+            # A test may have stopped it. One that has nothing to do has ended in a tenth of a
+            # second, for which this process may have to wait on a busy machine.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
         for process in self._running.values():
             process.join(30)
             process.kill()
@@ -130,7 +133,7 @@ class LoopbackFleet:
         """Start a server of the fleet's directory."""
         arguments = ("server", "start", "state", *options)
         if not self._prelude:
-            self._start(name, *arguments)
+            self.start(name, *arguments)
             return
         code = f"{self._prelude}\nimport sys\nfrom isthmus import cli\nsys.argv[0] = 'isthmus'\n"
         words = ["python", "-c", code + "cli.main()", *arguments]
@@ -165,12 +168,12 @@ class LoopbackFleet:
             own_first = (*self._links[own:], *self._links[:own], self._server_link())
             where += tuple(word for each in own_first for word in ("--server", each))
         work = ("client", "start", *where, "--shard", shard)
-        self._start(name, *work)
+        self.start(name, *work)
 
     def start_aggregator(self, name: str, *options: str) -> None:
         """Start an aggregator that has joined; returns when devices can connect."""
         options = options or ("--address", "127.0.0.1:0")
-        self._start(name, "server", "aggregator", "start", name, *options)
+        self.start(name, "server", "aggregator", "start", name, *options)
         found = self.until(lambda: re.search(r"devices at (\S+),", self.log(name)))
         self._links.append(found[1])
 
@@ -189,7 +192,7 @@ class LoopbackFleet:
         """Start the datacenter."""
         launch = ("datacenter", "launch", "--scheduler", "local", "--ranks", str(ranks))
         where = ("--state", DATACENTER, "--tasks", "tasks", *self._data)
-        self._start(DATACENTER, *launch, *where)
+        self.start(DATACENTER, *launch, *where)
 
     def submit(self, job: str, *changes: str) -> str:
         """Submit a job with changes to its keys; returns its name on the server."""
@@ -246,7 +249,8 @@ class LoopbackFleet:
         with contextlib.closing(sqlite3.connect(path, timeout=100)) as log:
             return log.execute(query).fetchall()
 
-    def _start(self, name: str, *arguments: str) -> None:
+    def start(self, name: str, *arguments: str) -> None:
+        """Start a command that goes on; what it prints is `log(name)`."""
         with (self.folder / f"{name}.log").open("a") as log:
             self._running[name] = forked.start_into(
                 log.fileno(), arguments, self.folder, self._environment

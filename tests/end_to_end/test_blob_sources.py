@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.end_to_end.test_learning_rates import free_port
+from tests.free_ports import free_ports
 
 from isthmus.job import load_job
 from isthmus.task import load_task
@@ -39,7 +39,7 @@ def test_what_is_in_the_folder_is_not_sent(
     job = load_job(folder / "job.toml")
     model = GlobalModel.of(job, load_task(job.task.source, {}, base=folder), folder)
     (blobs / model.sha256).write_bytes(model.payload)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)}"
     policy = "federated" if role == "client" else "datacenter"
     changes = ("--set", f"strategy.policy={policy}")
     run = start("job.toml", "--run-dir", "run", "--address", address, *changes)

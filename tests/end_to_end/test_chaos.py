@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests import forked
+from tests.end_to_end.test_mirror import LARGE
 
 
 def chaos(folder: Path, *arguments: str, devices: int = 3) -> Any:
@@ -41,10 +43,16 @@ def test_crashes_at_some_durable_steps_do_not_change_the_model(folder: Path) -> 
     assert report["same_models"] == 2
 
 
-def test_the_loss_of_an_aggregator_in_a_round_changes_no_model(folder: Path) -> None:
-    """Without `--sample` all faults are tried, in rounds of every kind."""
+# Without `--sample` all faults are tried, in rounds of every kind. The seed draws the one.
+@pytest.mark.parametrize(("seed", "target"), [("47", "sums-1"), ("72", "server")])
+def test_the_loss_of_an_aggregator_or_server_in_a_round_changes_no_model(
+    folder: Path, seed: str, target: str
+) -> None:
+    (folder / "task.py").write_text(LARGE)
     longer = ("--set", "federated.local_epochs=20", "--set", "rounds=4")
-    report = chaos(folder, "--network", "--seed", "47", "--sample", "1", *longer, devices=4)
+    report = chaos(folder, "--network", "--seed", seed, "--sample", "1", *longer, devices=4)
     (fault,) = report["faults"]
-    assert (fault["kind"], fault["what"]) == ("plain", "kill")
+    assert (fault["kind"], fault["what"], fault["target"]) == ("plain", "kill", target)
     assert report["same_models"] == 1
+    assert report["models_from_mirror"] > 0
+    assert ("taken_over" in fault) == (target == "server")

@@ -115,7 +115,8 @@ def test_a_datacenter_is_used_alike_whenever_it_connects(
     late = json.loads(fleet.run("report", str(fleet.directory(job)), "--json"))
 
     assert rounds_of(there).startswith("dddfff")
-    assert rounds_of(late).startswith("f" * gate_round + "dddf")
+    reasons = [row["reason"] for row in late["rounds"]]
+    assert rounds_of(late).startswith("f" * gate_round + "dddf"), reasons
     assert rounds_of(late).count("f") in {rounds_of(there).count("f") + more for more in (-1, 0)}
     assert cost_of(late, "datacenter") == cost_of(there, "datacenter")
     first, second = (each["rounds"][-1]["metrics"]["loss"] for each in (late, there))

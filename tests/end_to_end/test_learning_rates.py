@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from tests.free_ports import free_ports
 
 TASK = '''
 import os
@@ -95,7 +95,7 @@ def test_rates_over_regimes_a_kill_and_another_number_of_ranks(
     os.mkfifo(gate)
     (folder / "scheduled.py").write_text(TASK)
     (folder / "job.toml").write_text(JOB)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)}"
 
     def datacenter(ranks: int) -> Any:
         where = ("--server", address, "--state", state, "--name", "dc")
@@ -161,9 +161,3 @@ def pytorchs_own() -> list[float]:
         optimizer.step()
         scheduler.step()
     return rates
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import signal
 import socket
@@ -17,10 +18,15 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from rich.console import Console
 from tests.end_to_end.conftest import JOB, TASK
 from tests.end_to_end.loopback_fleet import LoopbackFleet
+from tests.free_ports import free_ports
 
-from isthmus_server.storage import recovery
+from isthmus.system.clocks import utc
+from isthmus_server.read.report.report import read_report, show
+from isthmus_server.storage import audit, recovery
+from isthmus_server.storage.events import ServerTakenOver
 from isthmus_server.storage.fence import QUEUE, STANDBY
 from isthmus_server.storage.records import RoundRecord
 from isthmus_server.storage.store import Store
@@ -117,12 +123,11 @@ def answer(port: int, page: str) -> int | None:
         return None
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as opened:
-        probes = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+def figure(port: int, name: str) -> float | None:
+    """A metric of the standby without labels; None if it is absent."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as found:
+        shown = dict(line.rsplit(" ", 1) for line in found.read().decode().splitlines())
+    return float(shown[name]) if name in shown else None
 
 
 def prepare(folder: Path) -> Path:
@@ -167,7 +172,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A fleet of two servers, of which the second one waits, in the second round of a job."""
     secure = request.param == "secure"
-    first, second, metrics = free_ports(3)
+    first = free_ports(3)
+    second = first + 1
+    metrics = first + 2
     options = [("--standby", "--one-port", "--address", f"127.0.0.1:{p}") for p in (first, second)]
     options[1] += ("--metrics", f"127.0.0.1:{metrics}")
     with (
@@ -188,6 +195,42 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield Pair(fleet, address, job, metrics)
 
 
+def test_a_fleet_is_closed_of_which_a_process_has_ended(tmp_path: Path) -> None:
+    fleet = LoopbackFleet(tmp_path, devices=0)
+    fleet.start("first", "--version")
+    fleet._running["first"].join()
+    fleet.start("second", "--version")
+    fleet.close()
+    assert fleet._running["first"].exitcode == 0
+    assert not any(process.is_alive() for process in fleet._running.values())
+
+
+def check_recorded(fleet: LoopbackFleet, job: str, why: str, at: float | None = None) -> None:
+    """The report and the audit log say who took over from whom, when, and in which attempt."""
+    with contextlib.closing(Store.open(fleet.directory(job))) as store:
+        (event,) = store.events("taken_over")
+        assert isinstance(event, ServerTakenOver)
+        report = read_report(store)
+    assert event.round >= 2  # rounds are short
+    where = f"after round {event.round}"
+    if event.attempt:
+        where = f"in round {event.round}, attempt {event.attempt}"
+    assert event.why == why
+    assert at in (None, event.at)
+    shown = Console(file=io.StringIO(), width=200)
+    show(report, shown)
+    assert isinstance(shown.file, io.StringIO)
+    assert f"{event.sentence} ({utc(event.at)})" in shown.file.getvalue()
+    entries = audit.read(fleet.directory(job).parents[1])
+    (entry,) = [entry for entry in entries if entry.action == "takeover"]
+    assert entry.by == event.by
+    assert entry.details == {
+        "before": event.before,
+        "why": why,
+        "jobs": f"{job} {where}",
+    }
+
+
 @pytest.mark.parametrize("pair", ["secure"], indirect=True)
 def test_a_standby_goes_on_after_a_server_that_was_killed(
     pair: Pair,
@@ -195,19 +238,45 @@ def test_a_standby_goes_on_after_a_server_that_was_killed(
     """The digests are not those of another fleet: each device rounds with a secret of its own."""
     fleet, _, job, metrics = pair
     first = committed_digest(fleet, job)
+    fleet.start("followed", "logs", "-f", job, "--state", "alice")
+    fleet.until(lambda: re.search(r"^round +1 ", fleet.log("followed"), re.MULTILINE))
     assert answer(metrics, "healthz") == 200
     assert answer(metrics, "readyz") == 503
+    assert figure(metrics, "isthmus_serving") == 0
     began = time.monotonic()
     fleet.kill("server")
     fleet.until(lambda: "link and joining at" in fleet.log("standby"))
     assert time.monotonic() - began < 30
     assert re.search(r"takes over from process \d+ on", fleet.log("standby"))
     fleet.until(lambda: answer(metrics, "readyz") == 200)
+    assert figure(metrics, "isthmus_serving") == 1
+    assert figure(metrics, "isthmus_tenure") == 2
+    taken_over = figure(metrics, "isthmus_takeover_timestamp_seconds")
+    assert taken_over is not None
+    assert abs(time.time() - taken_over) < 60
     fleet.until(lambda: finished(fleet, job))
     rounds, _ = result(fleet, job)
     assert [number for number, _ in rounds] == [1, 2, 3, 4]
     assert rounds[0] == (1, first)
+    check_recorded(fleet, job, "was gone", taken_over)
+    check_followed(fleet, job)
     assert {finding.damage for finding in recovery.verify(fleet.directory(job))} == {""}
+
+
+def check_followed(fleet: LoopbackFleet, job: str) -> None:
+    """A log that was followed has gone on, with each round once."""
+    assert fleet.ended("followed") == 0
+    log = fleet.log("followed")
+    assert re.findall(r"^round +(\d) ", log, re.MULTILINE) == ["1", "2", "3", "4"]
+    assert re.search(
+        r"^the server at localhost:\d+ cannot be reached: .*; the log goes on as soon as it, or "
+        r"the server that takes over from it, answers$",
+        log,
+        re.MULTILINE,
+    )
+    assert log.count("a server answers: the log goes on\n") == 1
+    assert log.count(" took over from process ") == 1
+    assert log.endswith(f"{job} finished: all rounds are done\n")
 
 
 @contextlib.contextmanager
@@ -248,3 +317,4 @@ def test_a_server_that_was_stopped_commits_nothing_when_it_comes_back(
     assert said.count("\n") == 1, said
     fleet.until(lambda: finished(fleet, job))
     assert result(fleet, job) == undisturbed
+    check_recorded(fleet, job, "had said nothing for 15 s")

@@ -13,6 +13,7 @@ import pytest
 from tests.end_to_end.conftest import JOB
 from tests.end_to_end.loopback_fleet import LoopbackFleet
 from tests.end_to_end.test_mirror import CHANGES, LARGE, SIZE
+from tests.free_ports import free_ports
 from tests.s3_server import BUCKET, S3Server, s3_server
 
 pytest.importorskip("moto", reason="moto is not installed; pip install 'moto[s3,server]'")
@@ -35,7 +36,8 @@ def fleet_in(folder: Path, s3: S3Server | None, policy: str = "") -> LoopbackFle
     (folder / "tasks").mkdir(parents=True)
     (folder / "tasks/task.py").write_text(LARGE)
     (folder / "job.toml").write_text(JOB)
-    serving = ["--address", "127.0.0.1:0"]
+    # Below the ports of connections: the server may be started again at its port.
+    serving = ["--address", f"127.0.0.1:{free_ports(2)}"]
     if s3 is not None:
         serving += ["--uploads", f"s3:{BUCKET}/updates"]
     policies = {f"phone-{index}": policy for index in range(2)}

@@ -15,6 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from tests.free_ports import free_ports
 from tests.server.waiting import wait_until
 
 CONFIGURATIONS = Path(__file__).parents[2] / "deploy" / "nginx"
@@ -45,11 +46,6 @@ def program():
     if found is None:
         pytest.skip("there is no nginx; install nginx-light")
     return found
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def replaced(text, changes):
@@ -97,7 +93,7 @@ async def ending_tls(forwards_to, folder, names=("localhost",), changes=None):
     `changes` are further ones to its configuration.
     """
     authority, pair = certified(folder, names)
-    port = free_port()
+    port = free_ports(1)
     text = ending_configuration(folder, pair, f"127.0.0.1:{port}", forwards_to, changes)
     async with nginx(text, folder, port):
         yield f"wss://{names[0]}:{port}/isthmus", authority
@@ -137,6 +133,18 @@ def passing_configuration(address, forwards_to):
         "127.0.0.1:9402": f"127.0.0.1:{forwards_to}",
     }
     text = replaced((CONFIGURATIONS / "pass-through.conf").read_text(), changes)
+    return f"load_module {stream_module()};\n{text}"
+
+
+def standby_configuration(address, first, second):
+    """The configuration of `deploy` for a server and its standby, with other addresses."""
+    changes = {
+        "listen 443;": f"listen {address};",
+        "listen [::]:443;": "",
+        "127.0.0.1:9402": f"127.0.0.1:{first}",
+        "127.0.0.1:9403": f"127.0.0.1:{second}",
+    }
+    text = replaced((CONFIGURATIONS / "standby.conf").read_text(), changes)
     return f"load_module {stream_module()};\n{text}"
 
 

@@ -50,11 +50,12 @@ def training_request(link, model=None):
     return link_pb2.Request(id=link.new_id(), train_local=work)
 
 
-def replying(payload=b"", examples=1):
-    """Replies at once, with an update of these bytes."""
+def replying(payload=b"", name=None, *, examples=1):
+    """Replies at once, with an update of these bytes, named by their SHA-256 or as given."""
 
     async def respond(participant, request, model):
-        trained = link_pb2.Trained(result=describe(payload), examples=examples)
+        result = describe(payload) if name is None else name
+        trained = link_pb2.Trained(result=result, examples=examples)
         return link_pb2.Reply(trained=trained), payload
 
     return respond

@@ -709,6 +709,8 @@ def test_a_layout_that_is_not_used_or_not_checked_is_said(check_job, overrides, 
 def test_one_batch_is_tried_on_one_rank_whatever_the_layout_of_several(check_job, layout):
     out = check_job("datacenter.ranks=2", "datacenter.batch_size=4", *layout)
     assert "one training batch of the datacenter" in out
+    divides = any("tensor_parallel=2" in each or "pipeline_parallel=2" in each for each in layout)
+    assert ("can divide the model is found when the run opens, or before" in out) == divides
 
 
 async def test_a_run_says_that_a_layout_has_no_effect(write_task, make_job, tmp_path):

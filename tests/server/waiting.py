@@ -7,7 +7,7 @@ from isthmus_server.rounds.clock import Clock
 
 async def wait_until(condition):
     """Wait until a condition is true; the limit is so long that only a hang reaches it."""
-    async with asyncio.timeout(100.0):
+    async with asyncio.timeout(300.0):
         while not condition():  # noqa: ASYNC110 - most conditions have no event
             await asyncio.sleep(0.002)
 

@@ -1,6 +1,7 @@
 """`isthmus privacy audit` finds faults of the real steps, and has nothing against honest ones."""
 
 import asyncio
+import itertools
 import math
 
 import pytest
@@ -30,6 +31,8 @@ EXAMPLES = (
     "federated.local_steps=10",
     "rounds=1",
 )
+SURE = 1 - 1e-9
+"""Confidence of audits of honest jobs, as at the usual one some of 10,000 raise an alarm."""
 GAUSSIAN = (*DEVICES, "privacy.mechanism=gaussian")
 DISTRIBUTED = (*DEVICES, "privacy.mechanism=distributed", "federated.secure_aggregation=true")
 
@@ -62,22 +65,22 @@ def audit(write_task, make_job, tmp_path):
 
 
 FAULTS = [
-    (faults.weaker_sum, GAUSSIAN, 500),
-    (faults.weaker_shares, DISTRIBUTED, 1500),  # all devices are there: more noise than is promised
-    (faults.long_updates, GAUSSIAN, 500),
+    (faults.weaker_sum, GAUSSIAN, 800),
+    (faults.weaker_shares, DISTRIBUTED, 1900),  # all devices are there: more noise than is promised
+    (faults.long_updates, GAUSSIAN, 800),
     (faults.repeated_devices, (*GAUSSIAN, "rounds=4", "privacy.participations=1"), 700),
     (faults.repeated_noise, (*GAUSSIAN, "rounds=2"), 100),
     (faults.partial_noise, GAUSSIAN, 700),
     (faults.round_without_noise, (*GAUSSIAN, "rounds=8"), 100),
-    (faults.weaker_steps, EXAMPLES, 700),
-    (faults.repeated_steps, EXAMPLES, 700),
+    (faults.weaker_steps, EXAMPLES, 1100),
+    (faults.repeated_steps, EXAMPLES, 300),
     (faults.step_without_noise, (*EXAMPLES, "federated.batch_size=100"), 3000),
-    (faults.long_gradients, EXAMPLES, 700),
-    (faults.unlimited_devices, (*EXAMPLES, "rounds=4", "federated.privacy.noise=0.85"), 700),
-    (faults.frequent_examples, EXAMPLES, 700),
+    (faults.long_gradients, EXAMPLES, 1900),
+    (faults.unlimited_devices, (*EXAMPLES, "rounds=4", "federated.privacy.noise=0.85"), 1500),
+    (faults.frequent_examples, EXAMPLES, 1100),
     (faults.repeated_examples, EXAMPLES, 2000),
 ]
-"""With canaries so many that an audit in 100,000 misses the fault."""
+"""With canaries so many that an audit in 10^8 misses the fault: noise has no seed."""
 HONEST = [
     GAUSSIAN,
     DISTRIBUTED,
@@ -107,7 +110,7 @@ def test_layers_that_are_each_clipped_to_the_bound_of_the_whole_are_found(audit,
 
 @pytest.mark.parametrize("job", HONEST, ids=["gaussian", "distributed", "correlated", "dp-sgd"])
 def test_an_honest_job_gives_no_alarm_and_is_guessed_nearly_as_often_as_it_allows(audit, job):
-    report = audit(*job, canaries=1000)
+    report = audit(*job, canaries=1500, confidence=SURE)
     found = report.measurement
     assert not report.is_alarm
     assert found.epsilon <= found.claimed
@@ -169,7 +172,7 @@ def test_a_device_that_does_not_charge_what_it_trains_is_an_alarm(audit, monkeyp
 def test_devices_that_are_asked_in_some_rounds_are_compared_with_what_those_cost(audit):
     """A cohort that rotates asks no canary in all rounds: then fewer guesses are right."""
     rotating = ("rounds=6", "federated.clients=40", "federated.cohort=8")
-    found = audit(*GAUSSIAN, *rotating, canaries=300).measurement
+    found = audit(*GAUSSIAN, *rotating, canaries=300, confidence=SURE).measurement
     assert found.allowed < Claim(Gaussian(1.0), 1, 1e-5).right() - 0.05
     assert not found.is_alarm
 
@@ -183,7 +186,7 @@ def test_weaker_noise_of_devices_that_are_asked_in_some_rounds_is_found(audit):
 def test_the_claim_of_a_job_with_its_own_noise_ends_with_its_budget(audit):
     """The ledger ends a run of ten rounds after those that the budget allows."""
     own = ("privacy.noise=2.1", "privacy.epsilon=4.4", "rounds=10")
-    report = audit(*GAUSSIAN, *own, canaries=100)
+    report = audit(*GAUSSIAN, *own, canaries=100, confidence=SURE)
     assert report.measurement.claimed <= 4.4
     assert "for 4 rounds of a device" in report.mechanism
     assert not report.is_alarm
@@ -192,7 +195,8 @@ def test_the_claim_of_a_job_with_its_own_noise_ends_with_its_budget(audit):
 def test_examples_of_attempts_that_fail_count_for_what_is_claimed(audit):
     """A job may leave room for them; what their steps reveal was charged."""
     failing = ("federated.quorum=4", "simulation.dropout=0.3", "attempts=30")
-    report = audit(*EXAMPLES, "federated.privacy.participations=16", *failing, canaries=720)
+    participations = "federated.privacy.participations=16"
+    report = audit(*EXAMPLES, participations, *failing, canaries=720, confidence=SURE)
     assert "for 16 x 10 steps" in report.mechanism
     assert not report.is_alarm
 
@@ -308,7 +312,7 @@ def eval_data(self):
 def test_models_and_data_of_all_kinds_are_audited(audit, write_task, task, job):
     write_task(task)
     few = ("federated.batch_size=20", "federated.local_steps=3")
-    report = audit(*job, *few, canaries=60)
+    report = audit(*job, *few, canaries=60, confidence=SURE)
     found = report.measurement
     assert not report.is_alarm
     assert found.guesses >= 60
@@ -317,9 +321,10 @@ def test_models_and_data_of_all_kinds_are_audited(audit, write_task, task, job):
 def test_each_canary_is_in_what_is_trained_where_most_of_a_model_is_frozen(audit, write_task):
     write_task(FROZEN)
     with faults.no_steps_noise():
-        found = audit(*EXAMPLES, "federated.batch_size=100", canaries=300).measurement
-    # What others contribute hides some, in most audits a tenth and in some a fifth.
-    assert found.right / found.guesses > 0.65
+        found = audit(*EXAMPLES, "federated.batch_size=100", canaries=1400).measurement
+    # What others contribute hides some, in most runs a tenth and in some a fifth: this is the mean
+    # of four. Of canaries in frozen layers half would be guessed.
+    assert found.right / found.guesses > 0.6
 
 
 # -- refused --------------------------------------------------------------------------------------
@@ -364,6 +369,7 @@ def membership(write_task, make_job, tmp_path):
     """What membership inference gets from a run that learns labels by heart."""
     path = write_task(MEMORISED)
     path.write_text(path.read_text() + RANDOM_LABELS)
+    numbers = itertools.count()
 
     def run(*overrides):
         usual = (
@@ -378,7 +384,7 @@ def membership(write_task, make_job, tmp_path):
             "task.settings.lr=0.2",
         )
         job = make_job(*usual, *overrides)
-        simulation = membership_run(job, tmp_path, tmp_path / f"run-{len(overrides)}")
+        simulation = membership_run(job, tmp_path, tmp_path / f"run-{next(numbers)}")
         simulated(simulation)
         task = load_task(job.task.source, job.task.settings, base=tmp_path)
         return report_of(simulation, task, job.federated.clients, 0.9999)
@@ -394,8 +400,9 @@ def test_what_was_learned_by_heart_is_found_by_its_loss(membership):
 
 def test_what_was_learned_with_noise_is_not_found_by_its_loss(membership):
     private = ("federated.privacy.epsilon=1", "federated.privacy.delta=1e-3")
-    report = membership(*private)
-    assert abs(report.example.area - 0.5) < 0.15
+    # The noise has no seed: one area deviates by 0.05, and is 0.85 without noise.
+    areas = [membership(*private).example.area for _ in range(4)]
+    assert abs(sum(areas) / 4 - 0.5) < 0.15
 
 
 def test_the_sums_of_random_groups_are_attacked_and_not_their_median(membership):
@@ -413,6 +420,7 @@ def test_the_sums_of_random_groups_are_attacked_and_not_their_median(membership)
 
 
 def test_a_device_that_is_alone_in_a_sum_is_always_found(audit):
-    report = audit("federated.clients=1", "federated.cohort=1", "rounds=20")
-    assert report.right == 20
+    # A coin in each round: all of them fall on one side once in 10^8 runs.
+    report = audit("federated.clients=1", "federated.cohort=1", "rounds=28")
+    assert report.right == 28
     assert report.epsilon > 0.5

@@ -6,7 +6,6 @@ tested.
 
 import asyncio
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from tests.datacenter.launch.manifest import Manifest
+from tests.free_ports import free_ports
 
 from isthmus.errors import JobError, UserError
 from isthmus.system.channel import Channel
@@ -54,7 +54,7 @@ def optimizer(self, model, participant):
         os.kill(int(os.environ["BATCH"]), signal.SIGUSR1)
         os.environ["RANK"] = "0, which has sent it"
         while "stopping" not in output.read_text():
-            time.sleep(0.05)
+            time.sleep(0.05)  # a file can only be polled
     return torch.optim.SGD(model, lr=0.1)
 """
 
@@ -104,17 +104,6 @@ def launched(folder, *more, **scheduler):
     return submitted(folder, "--dry-run", *more, **scheduler)
 
 
-def free_port():
-    """A port that a Slurm job can have by its number."""
-    while True:
-        port = random.randrange(20000, 40000)
-        try:
-            with socket.create_server(("", port)):
-                return port
-        except OSError:
-            continue
-
-
 @pytest.fixture
 def run_script(tmp_path, forked_commands):
     """Run a batch script; returns its status, its output, and the status of each node.
@@ -135,7 +124,7 @@ def run_script(tmp_path, forked_commands):
         (tmp_path / "script").write_text(script)
         variables = {
             "PATH": f"{tmp_path}:{forked_commands.environment()['PATH']}",
-            "SLURM_JOB_ID": str(free_port() - 20000),
+            "SLURM_JOB_ID": str(free_ports(1) - 20000),
             "OUTPUT": str(output),
         }
         start = ["bash", "-c", 'export BATCH=$$; exec bash "$0"', str(tmp_path / "script")]

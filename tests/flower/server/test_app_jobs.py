@@ -170,7 +170,9 @@ async def test_a_device_without_flower_declines_with_installation_advice(
         "isthmus_flower.device.client_app",
     ):
         monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(UserError, match=r"a declined: this job uses Flower, .*'isthmus\[flower\]'"):
+    with pytest.raises(
+        UserError, match=r"a declined: this job uses Flower, .*pip install .*\[flower\]'"
+    ):
         await coordinator.run()
 
 

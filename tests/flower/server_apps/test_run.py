@@ -1,10 +1,12 @@
 """Jobs that a ServerApp directs: its process, the devices it reaches, and how the run ends."""
 
 import asyncio
+import io
 import os
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from tests.server.waiting import wait_until
 
 from isthmus.errors import CannotContinue, TaskError
@@ -12,7 +14,7 @@ from isthmus.job import parse_job
 from isthmus.job.commands import check
 from isthmus_flower.server_apps import process
 from isthmus_flower.server_apps.run import ServerAppRun
-from isthmus_server.read.report.report import page, read_report
+from isthmus_server.read.report.report import read_report, show
 from isthmus_server.rounds.run_loop import run_loop
 from isthmus_server.storage.events import EventStream, ParticipantProgress, RunFinished
 from isthmus_server.storage.store import Store
@@ -98,7 +100,7 @@ def main(grid, context):
     while len(replies) < len(ids):
         for reply in grid.pull_messages(ids):
             replies[reply.metadata.reply_to_message_id] = reply
-        time.sleep(0.01)
+        time.sleep(0.01)  # a grid of Flower can only be polled
     print("answered", sorted(not reply.has_error() for reply in replies.values()))
     (unknown, lost) = grid.send_and_receive([ask("query.ages", nodes[0]), ask("train", 99)])
     print(unknown.error.reason)
@@ -172,7 +174,7 @@ async def test_a_server_app_reaches_devices_until_it_returns(project, tmp_path, 
     assert at_end[1] in (tmp_path / "run" / "logs" / "server-app.log").read_text().splitlines()
     report = read_report(run.store)
     assert (report.status, report.reason, report.final) == ("finished", lines[-1], None)
-    assert page(report)
+    show(report, Console(file=io.StringIO()))  # also of a run without a final model
     (tmp_path / "project" / "server_app.py").unlink()
     assert await run_loop(run.store, None, EventStream(), installed=False).run() is None
 

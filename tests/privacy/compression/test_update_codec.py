@@ -176,8 +176,10 @@ def test_a_masked_vector_hides_its_weight_and_figures():
     count = protocol.config.figures.length
     sent = [payload[-4 * count :] for _, payload in protocol.masked.values()]
     words = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.int32)
-    assert len(words.unique()) == len(words) == 6 * count
-    assert int(words.abs().min()) > protocol.config.weight_max
+    assert len(words) == 6 * count
+    # Of uniform words two are equal, or one is as small, once in a million runs; three never are.
+    assert len(words.unique()) > len(words) - 3
+    assert int((words.long().abs() <= protocol.config.weight_max).sum()) < 3
 
 
 def test_figures_have_masks_of_their_own():

@@ -32,7 +32,9 @@ DELTA = 1e-6
 ERROR = 0.05
 """Probability with which an audit finds more than there is."""
 
-CANARIES, GUESSES = 200_000, 2000
+CANARIES = 200_000
+SERVER_CANARIES, SERVER_GUESSES = 400_000, 6000
+"""So many that an audit of noise, which has no seed, decides wrongly once in 10^11 runs."""
 DEVICES = 50
 CLIP = 1.0
 
@@ -108,12 +110,15 @@ def tossed(canaries):
     return torch.rand(canaries, generator=torch.Generator().manual_seed(7)) < 0.5
 
 
-@pytest.mark.parametrize("weaker", [1, 4])
+@pytest.mark.parametrize("weaker", [1, 6])
 def test_the_noise_of_devices_hides_canaries_unless_most_of_it_is_missing(weaker):
-    """Each canary takes a device; so few cannot show that half of the noise is missing."""
+    """Each canary takes a device; so few cannot show that half of the noise is missing.
+
+    The noise has no seed: one run in 10^10 is decided wrongly.
+    """
     present = tossed(50 * DEVICES)
     claimed = Composition().plus(ZeroConcentrated(0.5)).epsilon(DELTA)
-    epsilon = found(distributed(present, weaker), present, guesses=1000 if weaker > 1 else 50)
+    epsilon = found(distributed(present, weaker), present, guesses=1000 if weaker > 1 else 200)
     assert (epsilon > claimed) == (weaker > 1)
     assert epsilon > claimed / 6
 
@@ -136,10 +141,10 @@ def test_many_canaries_find_that_half_of_the_noise_of_devices_is_missing(weaker)
 def test_the_noise_of_a_server_hides_canaries_unless_it_is_halved(
     tmp_path, mechanism, rounds, weaker
 ):
-    present = tossed(CANARIES)
+    present = tossed(SERVER_CANARIES)
     claimed = Composition().plus(Gaussian(1.0)).epsilon(DELTA)
     scores = by_server(mechanism, present, weaker, tmp_path, rounds)
-    epsilon = found(scores, present, GUESSES)
+    epsilon = found(scores, present, SERVER_GUESSES)
     assert (epsilon > claimed) == (weaker == 2)
     assert epsilon > claimed / 2
 

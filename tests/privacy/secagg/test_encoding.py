@@ -137,7 +137,8 @@ def test_rounding_is_random_and_unbiased(value):
     draws = decode(config, total_of(config, (torch.full((400_000,), value), 10, {})), clients=1)
     assert len(draws.vector.unique()) == 2
     error = 0.5 / 400_000**0.5  # levels are 0.5 apart
-    assert abs(float(draws.vector.mean()) - value) < 5 * error / 2
+    # The dither has no seed: six deviations and more, exceeded once in 10^9 runs.
+    assert abs(float(draws.vector.mean()) - value) < 6 * error / 2
     assert abs(float(draws.vector.mean()) - value * 2 / 3) > 5 * error
 
 

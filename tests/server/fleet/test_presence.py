@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import json
+import math
 import time
 import types
 
+import pytest
 from click.testing import CliRunner
 from tests.server.service.conftest import fleet, operated  # noqa: F401 - fixtures
 from tests.server.waiting import wait_until
 
 from isthmus import __version__
 from isthmus_server.cli.server import server
+from isthmus_server.fleet import members
 from isthmus_server.fleet import presence as module
 from isthmus_server.fleet.presence import FILE, FleetPresence, read_snapshot
 from isthmus_server.fleet.snapshot import FleetSnapshot, Seen
@@ -82,6 +85,28 @@ async def test_who_is_online_busy_missing_or_has_declined(operated, monkeypatch)
     async with kept(operated):  # a restart remembers who was there
         await wait_until(lambda: read_snapshot(operated.state).running)
         assert (await shown(operated))["participants"]["c"]["declined"]["job"] == "other-9"
+
+
+@pytest.mark.parametrize("join_seconds", [300, 1])
+async def test_a_job_that_lacks_devices_says_when_the_next_check_in(
+    operated,  # noqa: F811
+    monkeypatch,
+    join_seconds,
+):
+    monkeypatch.setattr(members, "_COUNT_SECONDS", 0.0)
+    monkeypatch.setattr(members, "_COUNT_SHARE", math.inf)
+    operated.link.check_ins.connected = 1
+    operated.link.check_ins.away = lambda: [("c", 120.0), ("b", 60.0)]
+    await operated.dial_device("a")
+    await operated.member("b")
+    job = await operated.submit(operated.job(f"time.join_seconds={join_seconds}"))
+    away = "2 devices are away until they check in, the next at 00:01 and 00:02 UTC"
+
+    def says():
+        reason = operated.runner.queue.get(job).reason
+        return away in (reason if join_seconds == 1 else operated.runner.waiting().get(job, ""))
+
+    await wait_until(says)
 
 
 async def test_a_damaged_file_is_written_anew(operated, monkeypatch):  # noqa: F811

@@ -4,15 +4,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import re
-import socket
 import stat
 import time
 
 import pytest
 from click.testing import CliRunner
 from tests.connect_proxy import ConnectProxy
+from tests.free_ports import free_ports
 from tests.server.idle_callers import idle_callers
 from tests.server.real_nginx import certified, ending_configuration, nginx
 from tests.server.scripted_participant import ScriptedParticipant, replying, training_request
@@ -33,20 +32,6 @@ from isthmus_server.fleet.authority import CertificateAuthority, initialise
 from isthmus_server.fleet.authority_service import AuthorityService
 from isthmus_server.fleet.registry import Registry
 from isthmus_server.service.server import BalancerListener, ControlPlaneServer
-
-
-def free_ports(count):
-    """The first of some free ports in a row.
-
-    They are below those that the system gives to connections, of which other tests have hundreds:
-    what has ended here begins again at the same ports.
-    """
-    while True:
-        first = random.randrange(20_000, 32_000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
 
 
 class SeparateFleet:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import socket
 import time
 import urllib.error
@@ -10,13 +11,15 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 from tests.server.storage.records import failed_attempt, round_record
 
 from isthmus.errors import UserError
+from isthmus_server.fleet.snapshot import FleetFigures
 from isthmus_server.observability import listener as listener_module
 from isthmus_server.observability import metrics
 from isthmus_server.observability.listener import MetricsListener
-from isthmus_server.observability.metrics import METRICS, RunMetrics
+from isthmus_server.observability.metrics import METRICS, RunMetrics, ServerFigures
 from isthmus_server.observability.observers import Observers
 from isthmus_server.observability.run_figures import RunFigures
 from isthmus_server.observability.sinks import SinkThread
@@ -30,6 +33,7 @@ from isthmus_server.storage.events import (
     RoundPlanned,
     WaitingForParticipants,
 )
+from isthmus_server.storage.fence import Takeover
 from isthmus_server.storage.records import Receipt
 from isthmus_server.transport import event_loop
 from isthmus_server.transport.event_loop import LoopNotAnswering, LoopObserver
@@ -87,7 +91,13 @@ def test_every_metric_has_its_value_and_no_participant_is_named(make_job):
     shown = RunMetrics(clock=lambda: 107.0)
     sink = SinkThread(figures)
     shown.add(figures, (sink,))
-    shown.lag, shown.jobs = lambda: 0.25, lambda: {"queued": 2}
+    shown.lag = lambda: 0.25
+    fleet = FleetFigures(enrolled=9, direct=1, aggregated=3, away=4, aggregators={"a.example": 3})
+    shown.server = lambda: ServerFigures(jobs={"queued": 2}, fleet=fleet)
+    shown.serving = True
+    shown.tenure = 5
+    shown.taken_over_at = 90.5
+    shown.mirrored = lambda: {"mirror": 3, "link": 1}
     text = shown.text()
     sink.close()
     families = {family.name: family for family in text_string_to_metric_families(text.decode())}
@@ -118,6 +128,53 @@ def test_every_metric_has_its_value_and_no_participant_is_named(make_job):
     assert value(text, "isthmus_sink_events_dropped_total", sink="prometheus") == 0
     assert samples(text)[("isthmus_jobs", ("state", "queued"))] == 2
     assert samples(text)[("isthmus_link_lag_seconds",)] == 0.25
+    assert samples(text)[("isthmus_mirror_blobs_total", ("source", "mirror"))] == 3
+    assert samples(text)[("isthmus_mirror_blobs_total", ("source", "link"))] == 1
+    states = {"direct": 1, "aggregated": 3, "away": 4}
+    found = {state: samples(text)[("isthmus_devices", ("state", state))] for state in states}
+    assert found == states
+    assert samples(text)[("isthmus_devices_enrolled",)] == 9
+    assert samples(text)[("isthmus_aggregators",)] == 1
+    assert samples(text)[("isthmus_aggregator_devices", ("aggregator", "a.example"))] == 3
+    assert samples(text)[("isthmus_serving",)] == 1
+    assert samples(text)[("isthmus_tenure",)] == 5
+    assert samples(text)[("isthmus_takeover_timestamp_seconds",)] == 90.5
+
+
+def test_many_aggregators_have_no_label_each():
+    shown = RunMetrics()
+    many = {f"sums-{number:03}.example": number for number in range(80)}
+    fleet = FleetFigures(enrolled=0, direct=0, aggregated=0, away=0, aggregators=many)
+    shown.server = lambda: ServerFigures(fleet=fleet)
+    found = {
+        dict(key[1:])["aggregator"]: number
+        for key, number in samples(shown.text()).items()
+        if key[0] == "isthmus_aggregator_devices"
+    }
+    assert len(found) == metrics.AGGREGATORS_SHOWN + 1
+    assert found["sums-049.example"] == 49
+    assert found["*"] == sum(range(50, 80))
+    assert samples(shown.text())[("isthmus_aggregators",)] == 80
+
+
+def test_without_a_server_nothing_is_said_about_one():
+    names = {key[0] for key in samples(RunMetrics().text())}
+    assert not names & {"isthmus_serving", "isthmus_tenure", "isthmus_devices"}
+
+
+def test_a_standby_says_that_it_does_not_serve_until_it_does():
+    shown = RunMetrics()
+    listener = MetricsListener("127.0.0.1", 0, shown)
+    observers = Observers(Console(file=io.StringIO()), metrics=listener)
+    with observers.answering("it is a standby"):
+        waiting = samples(get(listener, "/metrics")[1].encode())
+        assert waiting[("isthmus_serving",)] == 0
+        assert ("isthmus_tenure",) not in waiting
+    observers.note_tenure(2, Takeover(90.5, "process 2 on b", "process 1 on a", "was gone"))
+    serving = samples(shown.text())
+    assert serving[("isthmus_serving",)] == 1
+    assert serving[("isthmus_tenure",)] == 2
+    assert serving[("isthmus_takeover_timestamp_seconds",)] == 90.5
 
 
 def test_the_documentation_has_every_metric():

@@ -123,7 +123,7 @@ async def test_a_selection_of_too_few_devices_is_named(deployment, tmp_path, mon
         f"federated.secure_aggregation={secure}",
         "federated.selection=few",
         "attempts=1",
-        "time.join_seconds=0.1",
+        "time.join_seconds=3",
     )
     sentence = r"selection='few' selected 2 of 3 available devices and the quorum is 3; lower the"
     with package.on_path(monkeypatch), pytest.raises(UserError, match=sentence):

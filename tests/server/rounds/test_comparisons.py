@@ -185,7 +185,7 @@ async def test_a_run_killed_around_a_comparison_resumes_to_the_same_bytes(
 async def test_a_run_goes_on_without_a_device_that_has_unmasked_a_comparison(deployment, comparing):
     """The others may not unmask another sum over these models; the policy decides without one."""
     await deployment.start(names=tuple("abcde"))
-    settings = ("federated.clients=5", "time.join_seconds=1", "attempts=2", *comparing())
+    settings = ("federated.clients=5", "time.join_seconds=3", "attempts=2", *comparing())
     store = deployment.create_run("killed", *settings)
 
     def lose_record(record):

@@ -123,7 +123,7 @@ async def run_again(deployment):
 
 
 async def test_one_datacenter_alone_is_refused_in_one_sentence(run_with):
-    _, coordinator, datacenters = await run_with("time.join_seconds=0.1", names=("dc",))
+    _, coordinator, datacenters = await run_with("time.join_seconds=3", names=("dc",))
     with pytest.raises(ParticipantsMissing) as refused:
         await coordinator.run()
     assert str(refused.value).startswith("datacenter.compression needs 2 datacenters")
@@ -145,7 +145,7 @@ class Older(SimulatedDatacenter):
 
 
 async def test_an_older_datacenter_is_named_with_its_reason(run_with):
-    _, coordinator, _ = await run_with("time.join_seconds=0.1", kind=Older)
+    _, coordinator, _ = await run_with("time.join_seconds=3", kind=Older)
     with pytest.raises(ParticipantsMissing, match=r"dc.* declined: this version of Isthmus cannot"):
         await coordinator.run()
 

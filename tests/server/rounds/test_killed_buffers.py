@@ -24,7 +24,7 @@ BUFFERED = (
     "federated.buffer={concurrency=4}",
     "federated.local_steps=1",
     "federated.clients=0",
-    "time.join_seconds=2",
+    "time.join_seconds=4",
     "time.cohort_seconds=2",
 )
 

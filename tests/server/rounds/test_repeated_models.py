@@ -12,7 +12,7 @@ SCHEDULE = (
     "learning_rate.warmup_steps=4",
     "federated.local_steps=2",
     "task.settings.lr=1000",
-    "time.join_seconds=1",
+    "time.join_seconds=3",
     "attempts=2",
 )
 

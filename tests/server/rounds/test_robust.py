@@ -317,7 +317,7 @@ async def test_a_round_goes_on_without_a_group_that_has_lost_a_device(deployment
 
 async def test_fewer_devices_make_fewer_groups_and_too_few_a_sentence(deployment, trained):
     await deployment.start(names=tuple(NINE))
-    asks_for_more = ("federated.cohort=12", "federated.clients=12", "time.join_seconds=1")
+    asks_for_more = ("federated.cohort=12", "federated.clients=12", "time.join_seconds=4")
     more = ("federated.robust_groups=4", "federated.quorum=9")
     record, _ = await trained("run", *ROBUST, *asks_for_more, *more)
     assert record.groups.keys() == {f"random-{n}-of-3" for n in (1, 2, 3)}
@@ -325,6 +325,10 @@ async def test_fewer_devices_make_fewer_groups_and_too_few_a_sentence(deployment
     store = deployment.create_run("few", *ROBUST, *asks_for_more, *few)
     with pytest.raises(Exception, match="9 devices are ready, too few for 3 random groups of at"):
         await Coordinator(RunParts.of(store, deployment.link)).run()
+    ended = [logged for logged, _ in store.proved_attempts()]
+    asked = [(each.planned.invited, each.record.receipts) for each in ended]
+    assert asked
+    assert asked == [([], [])] * len(ended)  # nobody was
 
 
 async def test_a_killed_run_repeats_the_same_groups(deployment):

@@ -101,7 +101,7 @@ async def test_a_device_is_in_statistics_of_a_task_with_one_set_of_devices_only(
         "statistics.quorum=3",
         "seed=10",
         "attempts=1",
-        "time.join_seconds=1",
+        "time.join_seconds=3",
     )
     with pytest.raises(CannotContinue, match="statistics of one version of a task only with one"):
         await collected(deployment, "fewer", *fewer)

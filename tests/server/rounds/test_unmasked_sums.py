@@ -249,7 +249,7 @@ async def test_the_datacenter_changes_the_model_after_a_refused_sum(
 
 async def test_a_run_names_the_devices_without_which_no_sum_is_allowed(vanishing, deployment):
     await vanishing.connect("abcde")
-    settings = ("federated.cohort=4", "time.join_seconds=0.2", *SETTINGS)
+    settings = ("federated.cohort=4", "time.join_seconds=3", *SETTINGS)
     store = deployment.create_run("run", *settings)
     coordinator = Coordinator(RunParts.of(store, deployment.link))
 

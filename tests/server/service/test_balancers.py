@@ -5,7 +5,13 @@ import contextlib
 
 import grpc.aio
 import pytest
-from tests.server.real_nginx import free_port, nginx, passing_configuration, program
+from tests.free_ports import free_ports
+from tests.server.real_nginx import (
+    nginx,
+    passing_configuration,
+    program,
+    standby_configuration,
+)
 from tests.server.scripted_participant import payload_of, training_request
 from tests.server.service.test_joining import ask, request_of
 
@@ -29,7 +35,7 @@ def ports():
 async def passing_to(port, folder):
     """The nginx of `deploy` that passes TLS on, with other addresses; returns its port."""
     program()
-    own = free_port()
+    own = free_ports(1)
     async with nginx(passing_configuration(f"127.0.0.1:{own}", port), folder, own):
         yield own
 
@@ -92,3 +98,25 @@ async def test_a_revoked_participant_is_disconnected_through_nginx(behind):
     behind.registry().revoke("phone-0")
     with pytest.raises(AdmissionRefused, match="'phone-0' has been revoked"):
         await participant.connection
+
+
+@pytest.mark.parametrize("serves", ["first", "second"])
+async def test_nginx_passes_on_to_the_one_of_a_server_and_its_standby_that_listens(
+    fleet, tmp_path, serves
+):
+    async def reply(participant, request, model):
+        return link_pb2.Reply(), None
+
+    program()
+    await fleet.listen(queue=True)
+    # Nobody listens at the other one's port, as a standby listens only once it serves.
+    ports = [fleet.server.link_port, free_ports(1)]
+    if serves == "second":
+        ports.reverse()
+    own = free_ports(1)
+    async with nginx(standby_configuration(f"127.0.0.1:{own}", *ports), tmp_path, own):
+        fleet.url = fleet.address = f"localhost:{own}"
+        for number in range(3):  # the dead one is tried for each connection
+            await fleet.join(f"phone-{number}", reply)
+        for participant in fleet.connections:
+            participant.cancel()

@@ -202,7 +202,7 @@ async def test_a_server_that_was_ahead_and_is_restarted_is_not_refused(
 
     async def ended(seed):
         job = make_job(
-            *JOB, *SECURE, "rounds=1", "attempts=1", "time.join_seconds=1", f"seed={seed}"
+            *JOB, *SECURE, "rounds=1", "attempts=1", "time.join_seconds=60", f"seed={seed}"
         )
         entry = runner.submit(job, "me", f"key-{seed}")
         async for event in runner.events(entry.id, follow=True):

@@ -180,6 +180,23 @@ def test_a_clock_that_is_ahead_deletes_nothing_that_is_in_use(tmp_path):
     registry.close()
 
 
+async def test_a_connection_that_is_closed_is_blamed_on_no_clock_that_is_right(fleet, clock):
+    renewal = CertificateRenewal(await fleet.member("phone-0"))
+    closed = "it closed the connection"
+    balancer = "a balancer that passes TLS on may have no server behind it now"
+    assert renewal.doubt(closed).startswith("; maybe a clock is wrong")
+    assert renewal.doubt(closed).endswith(f"; or {balancer}")
+    renewal.welcomed(time.time() + 2 * HOUR)
+    assert renewal.doubt(closed).startswith("; maybe a clock is wrong")
+    renewal.welcomed(time.time())
+    assert renewal.doubt(closed) == (
+        f"; this machine's certificate is valid, and the clocks agree: {balancer}"
+    )
+    refused = renewal.doubt("its certificate does not pass: certificate has expired")
+    assert refused.startswith("; maybe a clock is wrong")
+    assert "balancer" not in refused
+
+
 async def test_a_server_time_that_is_none_is_refused(fleet, clock):
     renewal = CertificateRenewal(await fleet.member("phone-0"))
     for nonsense in (float("nan"), float("inf"), -1.0, 1e300):

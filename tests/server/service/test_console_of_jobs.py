@@ -1,9 +1,9 @@
 """Two jobs of a running server, with real devices over TLS, in a real Chromium."""
 
 import contextlib
-import socket
 
 import pytest
+from tests.free_ports import free_ports
 from tests.machine import CHROMIUM, CHROMIUM_OPTIONS, needs_chromium
 from tests.server.waiting import wait_until
 
@@ -28,9 +28,7 @@ async def browser():
 
 @pytest.fixture
 def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return free_ports(1)
 
 
 async def test_two_jobs_are_followed_side_by_side_through_a_pause_and_a_restart(

@@ -59,6 +59,7 @@ async def test_an_error_that_no_file_can_store_ends_only_its_job(operated, monke
 
 async def test_a_run_on_a_failing_disk_does_not_stop_the_queue(operated, monkeypatch):
     """Only its own job waits until its directory can be read again."""
+    monkeypatch.setattr(job_queue, "SHORTEST_PAUSE", 300.0)
     open_store = Store.open
 
     def open_if_it_can_be_read(directory, **options):

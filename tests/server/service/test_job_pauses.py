@@ -18,6 +18,7 @@ from isthmus_server.runs.jobs import queue as job_queue
 from isthmus_server.runs.jobs import runner
 from isthmus_server.runs.jobs.queue import JobQueue
 from isthmus_server.storage.events import JobPaused, RoundCommitted, WaitingForParticipants
+from isthmus_server.storage.fence import Takeover
 from isthmus_server.storage.sealed_database import SealedDatabase
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.peer import ParticipantListener
@@ -33,10 +34,12 @@ class Joined(ParticipantListener):
         self.names.append(peer.name)
 
 
-async def test_a_job_that_cannot_go_on_is_paused_and_the_next_one_runs(operated):
+async def test_a_job_that_cannot_go_on_is_paused_and_the_next_one_runs(operated, monkeypatch):
+    # The next job may take longer than the usual pause of some seconds.
+    monkeypatch.setattr(job_queue, "SHORTEST_PAUSE", 300.0)
     operated.gate.set()
     await operated.devices()
-    waiting = ("federated.cohort=4", "federated.quorum=4", "time.join_seconds=2", "name=big")
+    waiting = ("federated.cohort=4", "federated.quorum=4", "time.join_seconds=4", "name=big")
     paused = await operated.submit(operated.job(*waiting), "one")
     second = await operated.submit(operated.job(), "two")
     assert await operated.ended(second) == "finished"
@@ -44,7 +47,7 @@ async def test_a_job_that_cannot_go_on_is_paused_and_the_next_one_runs(operated)
     first = reply.jobs[0]
     assert (first.state, first.round) == ("paused", 0)
     assert "a federated round needs 4 devices (federated.quorum); ready: 3" in first.reason
-    assert 0 < first.next_try - time.time() < 10
+    assert 0 < first.next_try - time.time() <= 300
     (event,) = [event async for event in operated.runner.events(paused, follow=False)]
     assert isinstance(event, JobPaused)
 
@@ -107,7 +110,7 @@ async def test_a_running_job_says_what_it_waits_for(operated):
 async def test_a_failed_job_goes_on_when_its_damage_is_repaired(operated):
     """A rollback of its run said that the run continues, and nothing could continue it."""
     operated.gate.set()
-    id_ = await operated.submit(operated.job("time.join_seconds=0.05", "rounds=1"))
+    id_ = await operated.submit(operated.job("time.join_seconds=3", "rounds=1"))
     await wait_until(lambda: operated.runner.queue.get(id_).state == "paused")
     about = operated.runner.runs / id_ / "job.json"
     whole = about.read_bytes()
@@ -133,7 +136,8 @@ async def test_a_cancelled_run_is_not_continued_by_an_older_copy_of_the_queue(op
     assert "was cancelled, which the queue" in operated.runner.queue.get(id_).reason
 
 
-async def test_a_paused_job_survives_the_server_and_can_be_cancelled(operated):
+async def test_a_paused_job_survives_the_server_and_can_be_cancelled(operated, monkeypatch):
+    monkeypatch.setattr(job_queue, "SHORTEST_PAUSE", 300.0)
     id_ = await operated.submit(operated.job("time.join_seconds=0.05"))
     await wait_until(lambda: operated.runner.queue.get(id_).state == "paused")
     before = operated.runner.queue.get(id_)
@@ -148,6 +152,33 @@ async def test_a_paused_job_survives_the_server_and_can_be_cancelled(operated):
     assert operated.runner.queue.get(id_).state == "cancelled"
     with contextlib.closing(Store.open(operated.runner.runs / id_)) as store:
         assert store.status()[0] == "cancelled"  # so that it can be pruned
+
+
+async def test_a_takeover_is_in_the_runs_that_were_taken_over_and_in_no_later_one(operated):
+    operated.gate.set()
+    await operated.devices()
+    waits = ("federated.cohort=4", "federated.quorum=4", "time.join_seconds=2")
+    earlier = await operated.submit(operated.job(*waits, "name=earlier"), "one")
+    queue = operated.runner.queue
+    await wait_until(lambda: queue.get(earlier).state == "paused")
+    operated.runner.leave()
+    await wait_until(lambda: not operated.runner._running)
+    takeover = Takeover(time.time(), "process 2 on b", "process 1 on a", "was gone")
+    observers = operated.runner.observers
+    again = runner.JobRunner(operated.link, operated.state, observers, takeover=takeover)
+    with contextlib.closing(again.queue):
+        running = asyncio.create_task(again.run())
+        later = again.submit(operated.job(*waits, "name=later"), "me", "two", 1.0).id
+        await wait_until(lambda: queue.get(later).state == "paused")
+        await operated.dial_device("d")  # both begin once more, and end
+        await wait_until(lambda: {queue.get(id_).state for id_ in (earlier, later)} == {"finished"})
+        again.leave()
+        await running
+    recorded = {}
+    for id_ in (earlier, later):
+        with contextlib.closing(Store.open(again.runs / id_)) as store:
+            recorded[id_] = [event.by for event in store.events("taken_over")]
+    assert recorded == {earlier: ["process 2 on b"], later: []}
 
 
 def test_pauses_grow_up_to_a_limit_and_begin_anew_after_progress(tmp_path, make_job):

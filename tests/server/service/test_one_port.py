@@ -127,12 +127,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-async def test_what_no_listener_is_for_is_closed_at_once(fleet, kind):
+async def test_what_no_listener_is_for_is_closed_at_once(fleet, kind, monkeypatch):
+    monkeypatch.setattr(one_port, "_HELLO_SECONDS", 300.0)
     await fleet.listen()
     reader, writer = await asyncio.open_connection("127.0.0.1", fleet.server.link_port)
     writer.write(REFUSED[kind])
     with contextlib.suppress(ConnectionError):
-        assert await asyncio.wait_for(reader.read(), 4.0) == b""
+        assert await asyncio.wait_for(reader.read(), 60.0) == b""
     writer.transport.abort()
     assert not fleet.server.one_port._arriving
 

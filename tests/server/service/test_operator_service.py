@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sqlite3
 import threading
 
 import grpc
@@ -20,10 +21,12 @@ from isthmus.wire import operator_pb2 as pb
 from isthmus_server.cli.operators import OperatorClient, jobs
 from isthmus_server.cli.server import server
 from isthmus_server.rounds.roster import ParticipantRoster
+from isthmus_server.runs.jobs import queue as job_queue
 from isthmus_server.runs.jobs import runner
 from isthmus_server.service import operator_service
 from isthmus_server.storage import audit
 from isthmus_server.storage.events import JobEnded, RoundAttemptFailed
+from isthmus_server.storage.fence import QUEUE
 from isthmus_server.storage.store import Store
 
 
@@ -73,7 +76,8 @@ async def test_jobs_run_in_the_order_in_which_they_were_submitted(operated):
     assert accepted == 3
 
 
-async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(operated):
+async def test_a_run_that_is_damaged_does_not_hide_the_other_jobs(operated, monkeypatch):
+    monkeypatch.setattr(job_queue, "SHORTEST_PAUSE", 300.0)
     id_ = await operated.submit(operated.job("time.join_seconds=0.1"))
     await wait_until(lambda: operated.runner.queue.get(id_).state == "paused")
     for log in (operated.state / "runs" / id_).glob("run.sqlite*"):
@@ -124,16 +128,17 @@ async def test_what_operators_and_commands_do_is_in_the_audit_log(operated, monk
     for _, _, details in (found[0], found[2]):
         assert details.pop("expires").endswith(" UTC")
     identity = operated.me.identity_public.hex()
+    run_id = operated.runner.queue.get(id_).run_id
     assert found[0][1:] == ("token", {"name": "me", "kind": "operator"})
     assert found[1:] == [
         ("me", "join", {"kind": "operator", "identity": identity}),
         ("user root", "token", {"name": "phone-0", "kind": "client"}),
-        ("operator me", "submit", {"job": id_, "share": "1"}),
+        ("operator me", "submit", {"job": id_, "run": run_id, "share": "1"}),
         ("operator me", "cancel", {"job": id_}),
         ("user root", "revoke", {"name": "me"}),
     ]
     printed = run(server, ["audit", state]).output
-    assert f" UTC  operator me  submit  job={id_} share=1\n" in printed
+    assert f" UTC  operator me  submit  job={id_} run={run_id} share=1\n" in printed
     assert "6 records, unbroken; the last one is " in printed
 
 
@@ -234,7 +239,10 @@ async def test_a_submission_without_a_reply_may_have_been_queued(operated, monke
     [
         ("task.source=../task.py:Learn", "is not a file in .* its owner allows; put it there$"),
         ("task.source=statistics:Learn", "is not a file in"),
-        ("task.data=../../secrets", "is not below"),
+        (
+            "task.data=../../secrets",
+            "is not below .*; put the data there, and name it from there on",
+        ),
         (f"model={{start='../weights',sha256='{'0' * 64}'}}", "model.start='../weights' is not be"),
         ("federated.clients=8", "add --set federated.clients=0"),
         ("strategy.policy=nope", "strategy.policy='nope' is unknown; choose one of adaptive, "),
@@ -398,3 +406,15 @@ async def test_an_action_is_recorded_though_its_caller_is_gone(operated, monkeyp
         await recording
     *_, entry = audit.read(operated.server.members.directory)
     assert (entry.action, entry.details["job"]) == ("cancel", "table-1")
+
+
+async def test_a_server_that_has_been_replaced_tells_an_operator_so(operated):
+    """A balancer may still pass calls on to it in the moment before it ends."""
+    with contextlib.closing(sqlite3.connect(operated.state / QUEUE)) as queue:
+        queue.execute("PRAGMA application_id=7")
+    with pytest.raises(
+        AdmissionRefused, match="cannot be reached: another server has taken over from this one"
+    ):
+        await operated.submit(operated.job(), "one")
+    with contextlib.closing(sqlite3.connect(operated.state / QUEUE)) as queue:
+        assert queue.execute("SELECT COUNT(*) FROM jobs").fetchone() == (0,)

@@ -23,7 +23,7 @@ from isthmus.identity import joining
 from isthmus.identity.membership import Membership
 from isthmus.identity.obstacles import presented
 from isthmus.identity.proxies import ProxyChoice, RoadBlocked, road_to
-from isthmus.transport import refused_logins
+from isthmus.transport import dial_order, refused_logins
 from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
 from isthmus.wire import operator_pb2 as pb
@@ -314,6 +314,9 @@ def test_pauses_after_a_wrong_password_are_longer_than_a_lock_counts(monkeypatch
     assert max(sum(0 <= each - first < 1800 for each in tries) for first in tries) <= 4
     refused.note("other", "it is wrong")
     assert not refused.is_same("wrong")
+    assert refused.is_resting("other")
+    at += 900.0
+    assert not refused.is_resting("other")
 
 
 async def test_a_password_that_is_changed_holds_from_the_next_connection_on(hub, caplog):
@@ -498,3 +501,30 @@ async def test_a_server_that_gives_up_a_silent_connection_is_told_from_one_that_
     hub.proxy.break_tunnels()
     found = await asking
     assert (found.level, found.what) == ("FAIL", what)
+
+
+@pytest.mark.parametrize("through_balancer", [False, True])
+async def test_the_way_back_does_not_try_a_password_until_the_account_is_locked(
+    hub, caplog, monkeypatch, through_balancer
+):
+    """A password may expire while a stream is open, which goes on."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(dial_order, "FIRST_RETURN_SECONDS", 0.2)
+    monkeypatch.setattr(dial_order, "LONGEST_RETURN_SECONDS", 0.2)
+    hub.proxy.login = f"device:{SECRET}"
+    file = login_file(hub.folder)
+    member = await joined(hub, choice=ProxyChoice.given(None, file))
+    server = hub.address
+    hub.address = f"wss://{HUB}:1/isthmus" if through_balancer else f"{HUB}:1"
+    hub.dial(member, ScriptedParticipant(replying(examples=5)), others=(server,))
+    await wait_until(lambda: "phone" in hub.link.peers)
+    asked = len(hub.proxy.requests)
+    await wait_until(lambda: len(hub.proxy.requests) > asked + 1)
+    hub.proxy.login = "device:new"
+    await wait_until(lambda: "does not accept the user name and the password" in caplog.text)
+    asked = len(hub.proxy.requests)
+    await asyncio.sleep(2)  # ten of the pauses without this
+    assert len(hub.proxy.requests) == asked
+    assert "phone" in hub.link.peers
+    login_file(hub.folder, "device:new")
+    await wait_until(lambda: len(hub.proxy.requests) > asked + 1)

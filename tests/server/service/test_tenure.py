@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,7 +17,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import DamagedError, TakenOver, UserError
 from isthmus.system.file_lock import file_lock, is_locked
-from isthmus_server.runs.jobs.queue import JobQueue
+from isthmus_server.runs.jobs.queue import JobQueue, check
 from isthmus_server.service import tenure
 from isthmus_server.service.tenure import begin, read_serving
 from isthmus_server.storage.fence import QUEUE, epoch_of, write_lock
@@ -97,6 +98,7 @@ def test_each_server_raises_the_epoch_and_a_second_one_is_refused(state):
         assert epoch(state) == 1
     with begin(state, standby=False, tell=print) as two:
         assert two.fence.epoch == 2
+        assert two.takeover is None
 
 
 def test_a_standby_does_not_take_over_from_a_server_without_one(state):
@@ -126,10 +128,12 @@ def test_a_standby_begins_when_the_server_ends_in_order(state, serving):
     server = serving()
     told = queue.Queue()
     begun = threading.Event()
+    found = []
 
     def wait():
         with begin(state, standby=True, tell=told.put) as mine:
             begun.set()
+            found.append(mine.takeover)
             mine.fence.check()
 
     thread = threading.Thread(target=wait)
@@ -144,6 +148,8 @@ def test_a_standby_begins_when_the_server_ends_in_order(state, serving):
         thread.join(50)
     assert begun.is_set()
     assert told.empty()
+    assert found[0].before.startswith(f"process {server.pid} on ")
+    assert found[0].why == "had ended"
 
 
 @pytest.mark.parametrize("ending", ["kill", "stop"])
@@ -155,6 +161,11 @@ def test_a_standby_takes_over_from_a_server_that_is_killed_or_stopped(state, ser
         assert mine.fence.epoch == epoch(state) == 2
         assert is_locked(state / "lock")
         assert told[-1].startswith(f"takes over from process {server.pid} on ")
+        here = socket.gethostname()
+        assert mine.takeover.before == f"process {server.pid} on {here}"
+        assert mine.takeover.by == f"process {os.getpid()} on {here}"
+        why = {"kill": "was gone", "stop": "had said nothing for 1 s"}
+        assert mine.takeover.why == why[ending]
         with (
             pytest.raises(UserError, match="another server runs"),
             begin(state, standby=False, tell=print),
@@ -397,6 +408,7 @@ def test_a_standby_waits_for_a_command_that_has_the_lock_when_it_takes_over(
     server.communicate("", timeout=50)
     with command:
         assert told.get(timeout=50) == f"waits until no other command uses {state}"
+        time.sleep(2 * tenure._UNLOCKED_SECONDS)  # as a command that takes long
     assert told.get(timeout=50) == "has epoch 2"
     thread.join(50)
 
@@ -499,3 +511,13 @@ def test_a_damaged_queue_is_refused_before_it_is_written(state, standby):
     ):
         pass
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("standby", [False, True])
+def test_a_queue_that_another_server_is_making_is_not_damaged(state, standby):
+    """Two that start on a new directory, or one after a kill: there are no tables yet."""
+    with contextlib.closing(sqlite3.connect(state / QUEUE)) as begun:
+        begun.execute("PRAGMA journal_mode=WAL")
+    with begin(state, standby=standby, tell=print) as held:
+        JobQueue(state, held.fence).close()
+    check(state)

@@ -51,6 +51,38 @@ def test_every_kind_of_change_keeps_the_seal_valid(opened):
     assert opened().check() == 2  # ahead of its head, as after a crash before it was written
 
 
+def test_a_new_database_has_all_tables_or_none_for_others(tmp_path, monkeypatch):
+    """Another process may open it at any moment, and would call it damaged."""
+    file = tmp_path / "things.sqlite"
+    prepare = SealedDatabase._prepare
+    counts = []
+
+    def look(_statement):
+        with contextlib.closing(sqlite3.connect(file)) as other:
+            counts.extend(*other.execute("SELECT count(*) FROM sqlite_master WHERE type='table'"))
+
+    def watched(database, *more):
+        database.connection.set_trace_callback(look)
+        prepare(database, *more)
+        database.connection.set_trace_callback(None)
+
+    monkeypatch.setattr(SealedDatabase, "_prepare", watched)
+    schema = registry_file.SCHEMA
+    with contextlib.closing(SealedDatabase.checked(file, schema)) as database:
+        (tables,) = database.connection.execute(
+            "SELECT count(*) FROM sqlite_master WHERE type='table'"
+        ).fetchone()
+    assert set(counts) == {0, tables}
+
+
+def test_a_new_database_whose_first_process_was_killed_is_opened(tmp_path, opened):
+    with contextlib.closing(sqlite3.connect(tmp_path / "things.sqlite")) as begun:
+        begun.execute("PRAGMA journal_mode=WAL")
+    assert (tmp_path / "things.sqlite").stat().st_size
+    fill(opened())
+    assert opened().check() == 3
+
+
 def test_a_transaction_that_is_rolled_back_does_not_change_the_seal(opened):
     database = opened()
     fill(database)

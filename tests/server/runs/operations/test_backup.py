@@ -20,6 +20,7 @@ from isthmus_privacy.dp.accounting import ZeroConcentrated
 from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged
 from isthmus_server.budgets.populations import Populations, check_populations, of_server
 from isthmus_server.cli.server import server
+from isthmus_server.fleet import registry_file
 from isthmus_server.fleet.authority import initialise
 from isthmus_server.fleet.registry import Registry
 from isthmus_server.runs.jobs.queue import JobQueue
@@ -257,6 +258,23 @@ def test_a_standby_whose_registry_has_other_tables_is_refused_when_it_starts(sta
             registry.execute("CREATE TABLE of_another_version (number INTEGER)")
         with pytest.raises(DamagedError, match=r"fleet.sqlite was written by another version"):
             command("start", state, "--address", "127.0.0.1:0", "--standby")
+
+
+def test_a_standby_starts_while_the_first_token_makes_the_registry(tmp_path, monkeypatch):
+    """The file is there, and has no tables yet."""
+
+    def begun(*_, **__):
+        raise UserError("it serves or waits")
+
+    monkeypatch.setattr("isthmus_server.service.tenure.begin", begun)
+    state = tmp_path / "new"
+    initialise(state, ["localhost"])
+    with contextlib.closing(sqlite3.connect(state / "fleet.sqlite")) as registry:
+        registry.execute("PRAGMA journal_mode=WAL")
+        with pytest.raises(UserError, match="it serves or waits"):
+            command("start", state, "--address", "127.0.0.1:0", "--standby")
+    with pytest.raises(DamagedError, match=r"fleet.sqlite was written by another version"):
+        registry_file.check(state)
 
 
 @pytest.mark.parametrize("nothing_ran_since", [False, True])
