@@ -5,12 +5,15 @@ import functools
 import pytest
 from tests.server.plan.trained_runs import JOB, train
 
-from isthmus_server.plan import timed_rounds
+from isthmus_server.plan import changed_durations, timed_rounds
 
 
 @pytest.fixture(autouse=True)
 def few_timed_rounds(monkeypatch):
+    """All of them, also on a busy machine."""
     monkeypatch.setattr(timed_rounds, "ROUNDS", 6)
+    monkeypatch.setattr(timed_rounds, "REAL_SECONDS", 600.0)
+    monkeypatch.setattr(changed_durations, "_REAL_SECONDS", 600.0)
 
 
 @pytest.fixture

@@ -61,14 +61,12 @@ def job_file(write_task, tmp_path):
 def many(monkeypatch):
     """Enough rounds for a mean."""
     monkeypatch.setattr(timed_rounds, "ROUNDS", 60)
-    monkeypatch.setattr(timed_rounds, "REAL_SECONDS", 600.0)
 
 
 @pytest.fixture
 def some(monkeypatch):
     """Enough rounds for some failed attempts."""
     monkeypatch.setattr(timed_rounds, "ROUNDS", 16)
-    monkeypatch.setattr(timed_rounds, "REAL_SECONDS", 600.0)
 
 
 def planned(path, *overrides, **options):
