@@ -45,6 +45,7 @@ from isthmus_server.regimes.call import (
     ANSWER_SECONDS,
     PRIVACY_REFUSALS,
     CallFailed,
+    NotUsed,
     ReceiptBook,
     call,
 )
@@ -554,7 +555,7 @@ class SecureAggregationAttempt:
                 keys = AdvertiseKeys.from_bytes(reply.trained.secure)
                 _check_sender(name, keys.name)
                 if self._session.received >= self._config.clients_max:
-                    raise UpdateError(ENOUGH)
+                    raise NotUsed(ENOUGH)
                 self._draw.note_accepted(name)
                 self._session.receive_keys(keys)
                 self._receipts.remember(name, seconds=seconds)
