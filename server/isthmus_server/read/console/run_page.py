@@ -15,7 +15,7 @@ from isthmus_server.read.pages.charts import RATES
 from isthmus_server.read.report.explain import RECENT, explained_attempts
 from isthmus_server.read.report.explanation_page import sections, title_of
 from isthmus_server.read.report.late_devices import LateDevices
-from isthmus_server.read.report.notes import COURSE, course
+from isthmus_server.read.report.notes import COURSE, course, failed_evaluations
 from isthmus_server.read.report.unused_updates import WINDOW, unused_updates
 from isthmus_server.storage.records import (
     FailedAttempt,
@@ -104,6 +104,7 @@ def run_page(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
             *LateDevices(run.store.events("late", "awaited")).sentences(
                 sum(each.regime != "datacenter" for each in index.rounds)
             ),
+            *failed_evaluations((each.round, each.evaluation_error) for each in index.rounds),
         ],
         "course": course(run.store.events(*COURSE)),
         "profile": next((each.profile for each in reversed(index.rounds) if each.profile), {}),

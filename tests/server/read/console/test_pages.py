@@ -7,7 +7,7 @@ import time
 import pytest
 from tests.server.read.console.filled_runs import add_round, filled_run
 from tests.server.read.console.serving import ask, rows, served
-from tests.server.storage.records import planned_attempt, round_record
+from tests.server.storage.records import failed_evaluation, planned_attempt, round_record
 
 from isthmus.errors import UserError
 from isthmus.system.sealed_files import write_sealed_bytes
@@ -130,6 +130,18 @@ def test_the_page_of_a_run_says_who_took_over(make_run):
     store.log_event(takeover)
     with served(store.directory) as listener:
         assert takeover.sentence in ask(listener, "/runs/run")[2]
+
+
+def test_the_page_of_a_run_says_in_which_rounds_evaluations_on_devices_failed(make_run):
+    store = make_run("run", 3)
+    for round_, error in ((4, HOSTILE), (5, "2 of 3 answered"), (6, "2 of 3 answered")):
+        store.plan(planned_attempt(round_))
+        record = round_record(round_, evaluation=failed_evaluation(error))
+        store.commit(record, CommittedState())
+    with served(store.directory) as listener:
+        page = ask(listener, "/runs/run")[2]
+        assert "Rounds 5, 6: evaluations on devices failed: 2 of 3 answered." in page
+        assert "Round 4: an evaluation on devices failed: &lt;script&gt;" in page
 
 
 def test_empty_states_have_words(make_run, tmp_path):
