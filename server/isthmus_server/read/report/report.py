@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -30,6 +30,7 @@ from isthmus_server.read.report.notes import devices_to_look_at, notes
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
 from isthmus_server.storage.events import (
+    Event,
     LoggedEvent,
     ParticipantDeclined,
     ParticipantLeft,
@@ -126,6 +127,7 @@ def read_report(store: Store) -> Report:
     attempts = list(store.attempts())
     if status == "running" and attempts and not is_worked_on(store.directory):
         status = "stopped"
+    events = store.events()
     return Report(
         run_id=store.run_id,
         job=store.job.model_dump(mode="json"),
@@ -133,22 +135,22 @@ def read_report(store: Store) -> Report:
         reason=reason,
         rounds=[record for record in attempts if isinstance(record, RoundRecord)],
         failed_attempts=[record for record in attempts if isinstance(record, FailedAttempt)],
-        events=store.events(),
+        events=events,
         final=final,
         privacy=_spent_privacy(store.job, attempts),
         examples_privacy=SpentOnExamples.of(store),
         device_examples_privacy=PromisedToExamples.of(store.job),
-        level=level_of_run(store),
+        level=level_of_run(store.job, events),
         owners_need=needs_of(store.job),
         measured=measured(attempts),
         forecast_errors=forecast_errors(store.logged_attempts()),
     )
 
 
-def level_of_run(store: Store) -> PrivacyLevel | None:
+def level_of_run(job: Job, events: Iterable[Event]) -> PrivacyLevel | None:
     """The level of protection of a run's devices, by its job and by who has served it so far."""
-    served = [event.deployment for event in store.events() if isinstance(event, RunServed)]
-    return level_of(store.job, weakest(served))
+    served = [event.deployment for event in events if isinstance(event, RunServed)]
+    return level_of(job, weakest(served))
 
 
 def _spent_privacy(job: Job, attempts: Sequence[EndedAttempt]) -> SpentPrivacy | None:
