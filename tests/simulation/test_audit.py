@@ -343,6 +343,11 @@ def test_an_audit_that_could_find_nothing_is_refused(audit, overrides, canaries,
         audit(*overrides, canaries=canaries)
 
 
+def test_a_refusal_has_all_digits_of_the_confidence(audit):
+    with pytest.raises(UserError, match=r"with confidence 99\.9999999 %, and"):
+        audit(*GAUSSIAN, canaries=10, confidence=SURE)
+
+
 # -- without noise --------------------------------------------------------------------------------
 
 MEMORISED = """

@@ -415,7 +415,8 @@ def start(
         server = ControlPlaneServer(
             state, locked=True, connected=connected, mirror=blobs, uploads=updates
         )
-        runner = JobRunner(server.link, state, observers, jobs, tenure.fence, tenure.takeover)
+        took = (tenure.takeover, tenure.earlier)
+        runner = JobRunner(server.link, state, observers, jobs, tenure.fence, *took)
         stack.enter_context(contextlib.suppress(click.Abort))  # the queue is kept
         served = serve_queue(
             server,

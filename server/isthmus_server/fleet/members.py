@@ -60,7 +60,7 @@ class Members(Enrolments):
         self.registry: ParticipantList = Registry(directory, now=self.now)
         try:
             refuse_lost_revocations(directory)
-            self.revoked.update(self.registry.revoked_identities())
+            self._note_revoked()
             self._checked_version = self.registry.version
         except BaseException:
             self.registry.close()
@@ -178,6 +178,10 @@ class Members(Enrolments):
 
         return await asyncio.get_running_loop().run_in_executor(self._writer_thread, run)
 
+    def _note_revoked(self) -> None:
+        self.revoked.update(self.registry.revoked_identities())
+        self.revoked_names = self.registry.revoked_names()
+
     def disconnect_revoked(self, link: Link) -> None:
         """Disconnect participants that are revoked or whose certificate has expired.
 
@@ -188,7 +192,7 @@ class Members(Enrolments):
         version = self.registry.version
         changed = version != self._checked_version
         if changed:
-            self.revoked.update(self.registry.revoked_identities())
+            self._note_revoked()
         for peer in (*link.peers.values(), *link.aggregating.values()):
             subject = peer.subject
             if subject is None or not (changed or now > subject.not_after):

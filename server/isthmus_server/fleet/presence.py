@@ -168,8 +168,9 @@ class FleetPresence(ParticipantListener):
     def away(self) -> Iterator[tuple[str, float]]:
         """Devices that are away until they check in, and when that is, in Unix seconds."""
         now = time.time()
+        gone = self._link.enrolments.revoked_names
         for name, seen in self._seen.items():
-            if seen.checks_in_at > now and name not in self._link.peers:
+            if seen.checks_in_at > now and name not in self._link.peers and name not in gone:
                 yield name, seen.checks_in_at
 
     def figures(self) -> FleetFigures:

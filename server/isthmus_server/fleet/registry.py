@@ -77,6 +77,10 @@ class ParticipantList(Protocol):
         """Identity keys that are no longer accepted."""
         ...
 
+    def revoked_names(self) -> set[str]:
+        """Names of participants that are revoked, and have not joined again."""
+        ...
+
     def close(self) -> None:
         """Close it."""
         ...
@@ -374,6 +378,11 @@ class Registry:
     def revoked_identities(self) -> set[bytes]:
         """Return Ed25519 public keys that are no longer accepted."""
         return {row[0] for row in self._db.execute("SELECT identity FROM revoked_identities")}
+
+    def revoked_names(self) -> set[str]:
+        """Return the names of participants that are revoked, and have not joined again."""
+        query = "SELECT name FROM participants WHERE revoked IS NOT NULL"
+        return {name for (name,) in self._db.execute(query)}
 
     # -- internals ---------------------------------------------------------------------------------
 

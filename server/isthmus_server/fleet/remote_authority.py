@@ -200,6 +200,10 @@ class RegistryCopy:
         """Return Ed25519 public keys that are no longer accepted."""
         return set(self._part.revoked)
 
+    def revoked_names(self) -> set[str]:
+        """Return the names of participants that are revoked, and have not joined again."""
+        return {name for name in self._members if self.is_revoked(name)}
+
     def devices(self) -> int:
         """Number of edge devices, at least 1."""
         return max(1, sum(m.kind == "client" for m in self._members.values()))
@@ -243,7 +247,7 @@ class RemoteMembers(Members):
         Enrolments.__init__(self, now=now)
         self.directory = directory
         self.registry = self.copy = RegistryCopy(directory, now=now)
-        self.revoked.update(self.copy.revoked_identities())
+        self._note_revoked()
         self._checked_version = self.copy.version
         self._syncing = asyncio.Lock()
         self._synced_at = 0.0

@@ -10,6 +10,18 @@ TRIES = 1 << 16
 of attempt m is m x this + n."""
 
 
+def attempt_in_words(number: int) -> str:
+    """An attempt at a round or a question; that of an evaluation has its try, too.
+
+    >>> attempt_in_words(2), attempt_in_words(2 * TRIES), attempt_in_words(2 * TRIES + 1)
+    ('attempt 2', 'attempt 2', 'attempt 2 try 2')
+    """
+    attempt, failed = divmod(number, TRIES)
+    if not attempt:
+        return f"attempt {number}"
+    return f"attempt {attempt}" + (f" try {failed + 1}" if failed else "")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupEvaluation:
     """The evaluation of one group of devices by itself."""

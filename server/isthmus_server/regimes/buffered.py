@@ -17,14 +17,14 @@ import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from isthmus.errors import ParticipantLost, RoundFailed, UpdateError
+from isthmus.errors import ParticipantLost, RoundFailed
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.transport.requests import position_message, position_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import BufferedPurpose, buffer_name, ranges_run_id
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
-from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
+from isthmus_server.regimes.call import CallFailed, NotUsed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import (
     accepted_fields,
     added,
@@ -464,13 +464,13 @@ class BufferAttempt:
         check_figures(trained)
         staleness = self._spec.round - training.round
         if staleness > settings.buffer.max_staleness:
-            raise UpdateError(
+            raise NotUsed(
                 f"it began {staleness} rounds ago, and at most {settings.buffer.max_staleness} "
                 "are taken"
             )
         if settings.secure_aggregation:
             if self._is_bound(training):
-                raise UpdateError(_BOUND)
+                raise NotUsed(_BOUND)
             self._devices.trained[training.name] = training
             return
         check_update(trained, layout.nbytes)

@@ -63,6 +63,10 @@ CLOCK_REFUSALS = frozenset({"draw-not-now", "draw-before-last"})
 """Codes with which a device refuses a draw: a clock is wrong, or was, here or on the device."""
 
 
+class NotUsed(UpdateError):
+    """A reply that is not used, for a reason that is no fault of what its participant has sent."""
+
+
 class CallFailed(Exception):
     """A call without a usable reply."""
 
@@ -217,6 +221,16 @@ def _noted(peer: Peer | None, request: link_pb2.Request) -> str:
     return f"; its last note: {in_a_line(note)}" if note and about == request.id else ""
 
 
+def _or_its_aggregator(peer: Peer | None, error: Exception) -> str:
+    """Who else may be to blame for a reply that cannot be used, as a clause; empty if nobody.
+
+    An aggregator can change what its devices send, or say of a vector what is not so.
+    """
+    if peer is None or peer.place is None or isinstance(error, NotUsed):
+        return ""
+    return f"; the device or its aggregator {peer.place.aggregator.name} sent that"
+
+
 @asynccontextmanager
 async def call(
     link: Link,
@@ -295,7 +309,10 @@ async def call(
         failure = CallFailed("dropped", str(error), reached=True, timed_out=True)
         failure.__cause__ = error
     except (UpdateError, PeerMisbehaved, AdmissionRefused) as error:
-        failure = CallFailed("rejected", str(error), reached=True, code=error.code)
+        why = str(error)
+        if reply is not None and reply.WhichOneof("outcome") == outcome:
+            why += _or_its_aggregator(link.peers.get(name), error)
+        failure = CallFailed("rejected", why, reached=True, code=error.code)
         failure.__cause__ = error
     except Exception:
         # Not the participant's fault: it gets no receipt, and is told that its reply was not used.

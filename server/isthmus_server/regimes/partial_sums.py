@@ -24,6 +24,7 @@ from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
 from isthmus_server.model.mmap_buffer import MmapBuffer
+from isthmus_server.regimes.call import NotUsed
 from isthmus_server.regimes.upload_places import UploadPlaces
 from isthmus_server.transport.aggregators import LEFT
 from isthmus_server.transport.link import Link
@@ -122,6 +123,7 @@ class PartialSums:
         Raises:
             ParticipantLost: the aggregator was lost, or the device has left it.
             TransferStalled: others wait, and the vector comes below the least rate.
+            NotUsed: the aggregator refuses to begin a sum.
             UpdateError: the vector cannot be used.
         """
         assert not self._closed
@@ -251,6 +253,8 @@ class PartialSums:
         except TimeoutError:
             late = f"the aggregator {aggregator.name} did not begin a sum in time"
             raise ParticipantLost(late) from None
+        except UpdateError as error:
+            raise NotUsed(f"the aggregator {aggregator.name} began no sum: {error}") from error
 
     async def _asked(self, aggregator: str, request: link_pb2.Request) -> link_pb2.Reply:
         """The reply to a request.

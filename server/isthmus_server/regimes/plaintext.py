@@ -21,7 +21,7 @@ from isthmus_privacy.slots import OTHER_WEIGHT
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, TILE, Part
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, FederatedResult
-from isthmus_server.regimes.call import ANSWER_SECONDS, CallFailed, ReceiptBook, call
+from isthmus_server.regimes.call import ANSWER_SECONDS, CallFailed, NotUsed, ReceiptBook, call
 from isthmus_server.regimes.partial_sums import PartialSums
 from isthmus_server.regimes.reasons import UNREACHABLE, summarize_failures
 from isthmus_server.regimes.received_update import decoded_update
@@ -192,7 +192,7 @@ class PlaintextAttempt:
     # which leaves no trace in fixed point.
     def _accept(self, name: str, trained: link_pb2.Trained) -> None:
         if self._receipts.accepted >= self._spec.settings.cohort:
-            raise UpdateError(ENOUGH)
+            raise NotUsed(ENOUGH)
         fields = accepted_fields(trained)
         if self._context.privacy is not None:
             # Not of whom the task failed: such a device has made no steps with no examples.

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +50,11 @@ CREATE TABLE IF NOT EXISTS serving (
     one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
     host TEXT NOT NULL, boot TEXT NOT NULL, pid INTEGER NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS takeovers (epoch INTEGER PRIMARY KEY, takeover TEXT NOT NULL) STRICT;
 """
+
+_TAKEOVERS = 100
+"""Takeovers that are kept for runs that no server has opened since."""
 
 T = TypeVar("T")
 
@@ -76,12 +81,20 @@ class Tenure:
     """The time in which this server serves a state directory."""
 
     def __init__(
-        self, state: Path, fence: Fence, *, beats: bool, takeover: Takeover | None = None
+        self,
+        state: Path,
+        fence: Fence,
+        *,
+        beats: bool,
+        takeover: Takeover | None = None,
+        earlier: Sequence[Takeover] = (),
     ) -> None:
         """The directory is locked, and its epoch raised; `beats`: a standby may wait."""
         self.fence = fence
         self.takeover = takeover
         """From whom this server took over; None if it did not wait as a standby for another one."""
+        self.earlier = earlier
+        """The last takeovers by other servers, the oldest first."""
         self._state = state
         self._beats = beats
         self._ended = threading.Event()
@@ -190,7 +203,8 @@ def begin(state: Path, *, standby: bool, tell: Callable[[str], object]) -> Itera
                 fence = _at_once(state, stack)
         except sqlite3.Error as error:
             raise database_error(state / QUEUE, error) from error
-        tenure = Tenure(state, fence, beats=standby, takeover=takeover)
+        earlier = _takeovers_before(state, fence.epoch)
+        tenure = Tenure(state, fence, beats=standby, takeover=takeover, earlier=earlier)
         stack.enter_context(tenure._beating())
         yield tenure
 
@@ -236,7 +250,10 @@ def _in_turn(
             continue
         if watch.other is not None:
             tell(f"takes over from {watch.other}")
-        return fence, watch.takeover(fence, forced=forced)
+        takeover = watch.takeover(fence, forced=forced)
+        if takeover is not None:
+            _keep_takeover(state, fence.epoch, takeover)
+        return fence, takeover
 
 
 def _check_usable(state: Path) -> None:
@@ -481,6 +498,33 @@ def _write_serving(state: Path, epoch: int) -> None:
             "pid=excluded.pid WHERE epoch <> excluded.epoch",
             row,
         )
+
+
+def _keep_takeover(state: Path, epoch: int, takeover: Takeover) -> None:
+    """Keep a takeover for a later server: this one may end before it writes it to its runs."""
+    try:
+        with _written(state) as database:
+            row = (epoch, json.dumps(dataclasses.asdict(takeover)))
+            database.execute("INSERT OR REPLACE INTO takeovers VALUES (?, ?)", row)
+            database.execute(
+                "DELETE FROM takeovers WHERE epoch NOT IN "
+                "(SELECT epoch FROM takeovers ORDER BY epoch DESC LIMIT ?)",
+                (_TAKEOVERS,),
+            )
+    except (sqlite3.Error, OSError) as error:
+        log.warning("this server cannot keep its takeover: %s", error)
+
+
+def _takeovers_before(state: Path, epoch: int) -> list[Takeover]:
+    """The kept takeovers of servers before that of an epoch; none where they cannot be read."""
+    if not (state / STANDBY).exists():
+        return []
+    query = "SELECT takeover FROM takeovers WHERE epoch < ? ORDER BY epoch"
+    try:
+        with contextlib.closing(_connected(state)) as database:
+            return [Takeover(**json.loads(text)) for (text,) in database.execute(query, (epoch,))]
+    except (sqlite3.Error, OSError, ValueError, TypeError):  # of another version, or damaged
+        return []
 
 
 def _epoch(state: Path) -> int:

@@ -48,6 +48,8 @@ class Enrolments:
         self.now = now
         self.revoked: set[bytes] = set()
         """Identity keys that are no longer accepted; grows while the server runs."""
+        self.revoked_names: set[str] = set()
+        """Names of participants that are revoked, and have not joined again."""
         self.current: dict[str, Enrolment] = {}
         """The last enrolment of each participant, by name."""
         self.draws = DeviceDraws()

@@ -419,8 +419,9 @@ class Audit:
             raise UserError(
                 f"{many} can show an epsilon of at most "
                 f"{claim.most(self.canaries, self.confidence):.3g} with confidence "
-                f"{self.confidence:g}, and {self.job.name!r} claims {claim.epsilon():.3g}: nothing "
-                f"could be found; at least {needed} are needed (--canaries)"
+                f"{in_percent(self.confidence)}, and {self.job.name!r} claims "
+                f"{claim.epsilon():.3g}: nothing could be found; at least {needed} are needed "
+                "(--canaries)"
             )
 
 

@@ -290,6 +290,7 @@ async def test_a_revocation_at_the_authority_reaches_the_server(separate):
     with pytest.raises(AdmissionRefused, match="'phone' has been revoked"):
         await connection
     assert member.identity_public in server.members.revoked
+    assert server.members.revoked_names == {"phone"}
 
 
 async def test_a_rollout_is_made_and_ended_at_the_authority(separate):

@@ -154,7 +154,9 @@ async def test_a_paused_job_survives_the_server_and_can_be_cancelled(operated, m
         assert store.status()[0] == "cancelled"  # so that it can be pruned
 
 
-async def test_a_takeover_is_in_the_runs_that_were_taken_over_and_in_no_later_one(operated):
+@pytest.mark.parametrize("killed", [False, True], ids=["recorded", "killed before"])
+async def test_a_takeover_is_in_the_runs_that_were_taken_over_and_in_no_later_one(operated, killed):
+    """Also if the standby was killed before it wrote that to them: the next server does."""
     operated.gate.set()
     await operated.devices()
     waits = ("federated.cohort=4", "federated.quorum=4", "time.join_seconds=2")
@@ -163,9 +165,13 @@ async def test_a_takeover_is_in_the_runs_that_were_taken_over_and_in_no_later_on
     await wait_until(lambda: queue.get(earlier).state == "paused")
     operated.runner.leave()
     await wait_until(lambda: not operated.runner._running)
+    before_all = Takeover(time.time() - 3600, "process 1 on a", "process 0 on c", "was gone")
     takeover = Takeover(time.time(), "process 2 on b", "process 1 on a", "was gone")
+    took = {"takeover": takeover, "earlier": [before_all]}
+    if killed:
+        took = {"earlier": [before_all, takeover]}
     observers = operated.runner.observers
-    again = runner.JobRunner(operated.link, operated.state, observers, takeover=takeover)
+    again = runner.JobRunner(operated.link, operated.state, observers, **took)
     with contextlib.closing(again.queue):
         running = asyncio.create_task(again.run())
         later = again.submit(operated.job(*waits, "name=later"), "me", "two", 1.0).id

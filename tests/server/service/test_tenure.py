@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import queue
 import socket
@@ -20,7 +21,9 @@ from isthmus.system.file_lock import file_lock, is_locked
 from isthmus_server.runs.jobs.queue import JobQueue, check
 from isthmus_server.service import tenure
 from isthmus_server.service.tenure import begin, read_serving
-from isthmus_server.storage.fence import QUEUE, epoch_of, write_lock
+from isthmus_server.storage.fence import QUEUE, Takeover, epoch_of, write_lock
+
+HERE = socket.gethostname()
 
 SERVE = """
 import sys
@@ -77,7 +80,8 @@ def serving(state):
             )
             started.enter_context(process)
             started.callback(process.kill)
-            assert process.stdout.readline() == "serves\n"
+            lines = iter(process.stdout.readline, "")
+            assert any(line == "serves\n" for line in lines)
             return process
 
         yield serve
@@ -172,6 +176,39 @@ def test_a_standby_takes_over_from_a_server_that_is_killed_or_stopped(state, ser
         ):
             pass
     server.kill()
+
+
+@pytest.mark.parametrize("standby", [False, True])
+def test_a_later_server_knows_of_standbys_that_were_killed_after_they_took_over(
+    state, serving, standby
+):
+    """They may have written it nowhere else yet."""
+    processes = [serving()]
+    for _ in range(2):
+        processes[-1].kill()
+        processes.append(serving())
+    processes[-1].kill()
+    processes[-1].wait(50)
+    with begin(state, standby=standby, tell=print) as mine:
+        assert [(each.by, each.before, each.why) for each in mine.earlier] == [
+            (f"process {by.pid} on {HERE}", f"process {before.pid} on {HERE}", "was gone")
+            for before, by in itertools.pairwise(processes)
+        ]
+        assert (mine.takeover is not None) == standby
+
+
+def test_the_last_takeovers_are_kept_and_damage_to_them_ends_no_server(state):
+    with begin(state, standby=True, tell=print):
+        pass
+    for epoch in range(tenure._TAKEOVERS + 5):
+        tenure._keep_takeover(state, epoch, Takeover(float(epoch), "b", "a", "was gone"))
+    kept = tenure._takeovers_before(state, epoch)
+    assert [each.at for each in kept] == list(range(5, epoch))
+    with contextlib.closing(sqlite3.connect(state / "standby.sqlite")) as database:
+        database.execute("UPDATE takeovers SET takeover='of another version'")
+        database.commit()
+    with begin(state, standby=True, tell=print) as mine:
+        assert mine.earlier == []
 
 
 def test_of_two_standbys_one_takes_over_and_the_other_waits_on(state, serving):

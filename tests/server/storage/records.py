@@ -2,6 +2,7 @@
 
 from tests.server.strategy.observations import observe
 
+from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.storage.records import (
     ComparisonRecord,
     Cost,
@@ -55,6 +56,13 @@ def failed_attempt(round_, receipts=(), price=1.0, **changes):
     """An attempt that failed."""
     changes = {"error": "too few answered", **changes}
     return FailedAttempt(**_attempt(round_, receipts, price, changes))
+
+
+def failed_evaluation(error):
+    """An evaluation on devices without a result."""
+    return SummedEvaluation(
+        asked=3, devices=0, sums={}, metrics={}, error=error, price=0.0, device_bytes=0, seconds=1.0
+    )
 
 
 def comparison_record(models, result=None, **changes):

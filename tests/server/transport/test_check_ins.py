@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import shutil
 import time
 
 import pytest
@@ -198,6 +199,20 @@ async def test_devices_that_are_away_are_counted_until_their_time_has_come(crowd
     assert (found.direct, found.aggregated, found.away) == (1, 0, 2)
     assert found.next_check_in == soon
     assert found.enrolled == 1
+
+
+async def test_a_device_that_is_revoked_while_it_is_away_is_not_counted(crowded):
+    """One that joins again under the name of such a device is."""
+    await crowded.member("phone-0")
+    presence = FleetPresence(crowded.state, crowded.link, dict)
+    presence._seen = {"phone-0": Seen(checks_in_at=time.time() + 600)}
+    assert presence.figures().away == 1
+    crowded.registry().revoke("phone-0")
+    await wait_until(lambda: presence.figures().away == 0)
+    assert presence.figures().next_check_in is None
+    shutil.rmtree(crowded.folder / "phone-0")
+    await crowded.member("phone-0")
+    await wait_until(lambda: presence.figures().away == 1)
 
 
 async def test_a_device_whose_owner_refuses_stays(crowded):

@@ -35,6 +35,8 @@ class IndexedAttempt:
     epsilon: float | None
     metrics: Mapping[str, float]
     profile: Mapping[str, Mapping[str, float]]
+    evaluation_error: str
+    """Why an evaluation on devices failed; empty if none did."""
     outcomes: Mapping[str, int]
     """Receipts by outcome."""
 
@@ -147,6 +149,7 @@ def _indexed(rowid: int, state: str, record: Mapping[str, Any]) -> IndexedAttemp
         epsilon=record.get("epsilon"),
         metrics=record.get("metrics", {}),
         profile=record.get("profile", {}),
+        evaluation_error=(record.get("evaluation") or {}).get("error") or "",
         outcomes=outcomes,
     )
 

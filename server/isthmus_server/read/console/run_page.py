@@ -15,8 +15,10 @@ from isthmus_server.read.pages.charts import RATES
 from isthmus_server.read.report.explain import RECENT, explained_attempts
 from isthmus_server.read.report.explanation_page import sections, title_of
 from isthmus_server.read.report.late_devices import LateDevices
-from isthmus_server.read.report.notes import COURSE, course
+from isthmus_server.read.report.notes import COURSE, course, failed_evaluations
+from isthmus_server.read.report.report import level_of_run
 from isthmus_server.read.report.unused_updates import WINDOW, unused_updates
+from isthmus_server.storage.events import CohortAwaited, ParticipantLate, RunServed
 from isthmus_server.storage.records import (
     FailedAttempt,
     LoggedAttempt,
@@ -27,6 +29,9 @@ from isthmus_server.storage.records import (
 
 MAX_PAGE = 10**9
 """Numbers of pages and rounds in addresses are at most this."""
+
+_EVENTS = (ParticipantLate.kind, CohortAwaited.kind, RunServed.kind, *COURSE)
+"""Kinds of the events that the page of a run tells of."""
 
 _FILTERS = ("", *OUTCOMES, "reason")
 
@@ -62,6 +67,7 @@ def run_page(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
     planned = job.rounds if status == "running" else committed
     evaluated = [each for each in index.rounds if each.metrics]
     epsilon = run.epsilon()
+    events = run.store.events(*_EVENTS)  # once: each time reads all of the log's
     last_rounds = map(RoundRecord.from_json, index.records(index.rounds[-WINDOW:]))
     return {
         "run": run,
@@ -97,15 +103,16 @@ def run_page(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
             "adjacency": ADJACENCY,
             "share": min(100.0, 100.0 * epsilon / job.privacy.epsilon),
         },
-        "level": run.level(),
+        "level": level_of_run(job, events),
         "needs": needs_of(job),
         "warnings": [
             *unused_updates(list(last_rounds)),
-            *LateDevices(run.store.events("late", "awaited")).sentences(
+            *LateDevices(events).sentences(
                 sum(each.regime != "datacenter" for each in index.rounds)
             ),
+            *failed_evaluations((each.round, each.evaluation_error) for each in index.rounds),
         ],
-        "course": course(run.store.events(*COURSE)),
+        "course": course(events),
         "profile": next((each.profile for each in reversed(index.rounds) if each.profile), {}),
         "rates": RATES,
         "query": query,

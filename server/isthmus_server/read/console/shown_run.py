@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from isthmus.job.promises import PrivacyLevel
 from isthmus_server.read.console.attempt_index import OUTCOMES, AttemptIndex, IndexedAttempt
 from isthmus_server.read.pages.charts import RATES
-from isthmus_server.read.report.report import level_of_run
 from isthmus_server.storage.store import Store
 
 MAX_POINTS = 1000
@@ -92,10 +90,6 @@ class ShownRun:
         if self.store.job.privacy is None:
             return None
         return max((each.epsilon or 0.0 for each in self.index.attempts), default=0.0)
-
-    def level(self) -> PrivacyLevel | None:
-        """The level of protection of the run's devices; None if it asks nothing of devices."""
-        return level_of_run(self.store)
 
     def spans(self) -> list[dict[str, Any]]:
         """Consecutive rounds of one regime: `first`, `last`, `regime` and the first's `reason`."""

@@ -24,6 +24,9 @@ from isthmus_server.storage.events import (
 )
 from isthmus_server.storage.records import RoundRecord
 
+_ROUNDS_NAMED = 5
+"""Rounds that are named for one reason."""
+
 COURSE = (RunAdopted.kind, ServerTakenOver.kind, RunBranched.kind, LayoutChanged.kind)
 """Kinds of the events that `course` tells of."""
 
@@ -34,7 +37,7 @@ def devices_to_look_at(job: Mapping[str, Any], rounds: Sequence[RoundRecord]) ->
 
 
 def notes(rounds: Sequence[RoundRecord], events: Sequence[Event]) -> list[str]:
-    """Incidents of rounds, devices without effect, late ones, clipped evaluations, the course.
+    """Incidents of rounds, devices without effect, late ones, evaluations on devices, the course.
 
     Args:
         rounds: the committed rounds, the oldest first.
@@ -50,7 +53,36 @@ def notes(rounds: Sequence[RoundRecord], events: Sequence[Event]) -> list[str]:
         if record.evaluation is not None
         for sentence in record.evaluation.clipped.values()
     ]
+    lines += failed_evaluations(
+        (record.round, record.evaluation.error or "")
+        for record in rounds
+        if record.evaluation is not None
+    )
     return [*map(in_a_line, lines), *course(events)]
+
+
+def failed_evaluations(errors: Iterable[tuple[int, str]]) -> list[str]:
+    """In which rounds evaluations on devices failed, and why; a reason of several rounds once.
+
+    `errors` are rounds with the errors of their evaluations, empty for one that did not fail.
+
+    >>> failed_evaluations([(1, "no quorum"), (2, ""), (3, "no quorum")])
+    ['rounds 1, 3: evaluations on devices failed: no quorum']
+    """
+    rounds: dict[str, list[int]] = {}
+    for round_, error in errors:
+        if error:
+            rounds.setdefault(error, []).append(round_)
+    lines = []
+    for error, failed in rounds.items():
+        if len(failed) == 1:
+            lines.append(f"round {failed[0]}: an evaluation on devices failed: {error}")
+            continue
+        named = ", ".join(map(str, failed[:_ROUNDS_NAMED]))
+        if others := failed[_ROUNDS_NAMED:]:
+            named += f" and {len(others)} more up to {others[-1]}"
+        lines.append(f"rounds {named}: evaluations on devices failed: {error}")
+    return [in_a_line(line) for line in lines]
 
 
 def course(events: Iterable[Event]) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +30,7 @@ from isthmus_server.read.report.notes import devices_to_look_at, notes
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
 from isthmus_server.storage.events import (
+    Event,
     LoggedEvent,
     ParticipantDeclined,
     ParticipantLeft,
@@ -54,10 +56,10 @@ _DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
 
 _NAME_WIDTH = 20
 """Longest name of a metric, in characters, that the table does not fold in a narrow terminal."""
+_WORD_WIDTH = 13
+"""Longest other word, in characters, that is not folded there."""
 _LEAST_WIDTH = 72
 """Columns in which the table has all of its figures."""
-_UNFOLDED = 10_000
-"""Columns of a terminal in which no table is folded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,7 @@ def read_report(store: Store) -> Report:
     attempts = list(store.attempts())
     if status == "running" and attempts and not is_worked_on(store.directory):
         status = "stopped"
+    events = store.events()
     return Report(
         run_id=store.run_id,
         job=store.job.model_dump(mode="json"),
@@ -132,22 +135,22 @@ def read_report(store: Store) -> Report:
         reason=reason,
         rounds=[record for record in attempts if isinstance(record, RoundRecord)],
         failed_attempts=[record for record in attempts if isinstance(record, FailedAttempt)],
-        events=store.events(),
+        events=events,
         final=final,
         privacy=_spent_privacy(store.job, attempts),
         examples_privacy=SpentOnExamples.of(store),
         device_examples_privacy=PromisedToExamples.of(store.job),
-        level=level_of_run(store),
+        level=level_of_run(store.job, events),
         owners_need=needs_of(store.job),
         measured=measured(attempts),
         forecast_errors=forecast_errors(store.logged_attempts()),
     )
 
 
-def level_of_run(store: Store) -> PrivacyLevel | None:
+def level_of_run(job: Job, events: Iterable[Event]) -> PrivacyLevel | None:
     """The level of protection of a run's devices, by its job and by who has served it so far."""
-    served = [event.deployment for event in store.events() if isinstance(event, RunServed)]
-    return level_of(store.job, weakest(served))
+    served = [event.deployment for event in events if isinstance(event, RunServed)]
+    return level_of(job, weakest(served))
 
 
 def _spent_privacy(job: Job, attempts: Sequence[EndedAttempt]) -> SpentPrivacy | None:
@@ -179,7 +182,7 @@ def _page(report: Report, console: Console) -> RenderableType:
     attempts: list[EndedAttempt] = sorted(
         [*report.rounds, *report.failed_attempts], key=lambda record: (record.round, record.attempt)
     )
-    parts: list[RenderableType] = [_table(report, attempts, console)]
+    parts = _table(report, attempts, console)
     incidents = _incidents(report, attempts)
     if incidents:
         parts.append(Text("\n".join(["what else happened:", *(f"  {line}" for line in incidents)])))
@@ -244,33 +247,74 @@ def final_apart(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _table(report: Report, attempts: Sequence[EndedAttempt], console: Console) -> Table:
+def _table(
+    report: Report, attempts: Sequence[EndedAttempt], console: Console
+) -> list[RenderableType]:
+    """The attempts, and below them their reasons if the terminal is too narrow for these."""
     table = Table(title=f"{report.run_id}: {report.status}", title_justify="left")
-    # Words give way to figures, which are never cut, and to names of metrics, which cannot be read
-    # when they are folded.
-    names = {name for record in attempts for name in record.metrics if _is_shown(name)}
     for column in ("round", "regime", "because", "took part", "held-out", "cost", "s"):
         is_figure = column in ("round", "cost", "s")
         table.add_column(column, overflow="fold", no_wrap=is_figure)
     for record in attempts:
-        failed = isinstance(record, FailedAttempt)
-        reason = record.error if isinstance(record, FailedAttempt) else record.reason
         table.add_row(
-            str(record.round) + (f" try {record.attempt}" if record.attempt > 1 else ""),
+            _number(record),
             record.regime,
-            Text(in_a_line(reason), style="red" if failed else ""),
+            _reason(record),
             f"{record.participants.accepted} of {record.participants.invited}",
             Text(format_metrics(record.metrics)),
             f"{record.cost.price:g}",
             f"{record.seconds:.2f}",
         )
-    unfolded = console.options.update(width=_UNFOLDED)
-    if names and console.measure(table, options=unfolded).maximum > console.width:
-        (held_out,) = (each for each in table.columns if each.header == "held-out")
-        held_out.width = min(max(map(len, names)), _NAME_WIDTH)
-        room = console.width - console.measure(table, options=unfolded).maximum
-        held_out.width += max(0, room)
-    return table
+    if _fits(table, console):
+        return [table]
+    (because,) = (each for each in table.columns if each.header == "because")
+    table.columns.remove(because)
+    _fits(table, console)
+    lines = Text("because:")
+    for record in attempts:
+        lines.append(f"\n  round {_number(record)}: ").append(_reason(record))
+    return [table, lines]
+
+
+def _number(record: EndedAttempt) -> str:
+    return str(record.round) + (f" try {record.attempt}" if record.attempt > 1 else "")
+
+
+def _reason(record: EndedAttempt) -> Text:
+    failed = isinstance(record, FailedAttempt)
+    reason = record.error if isinstance(record, FailedAttempt) else record.reason
+    return Text(in_a_line(reason), style="red" if failed else "")
+
+
+def _fits(table: Table, console: Console) -> bool:
+    """Whether a table fits with words that are whole; if so, each column gets its width.
+
+    Words give way to figures, which are never cut, and to names of metrics, which cannot be read
+    when they are folded. If it does not fit, these names get what is left.
+    """
+    words: dict[str, int] = {}
+    lines: dict[str, int] = {}
+    for column in table.columns:
+        texts = [str(text) for text in (column.header, *column.cells)]
+        name = str(column.header)
+        lines[name] = max(map(cell_len, texts))
+        words[name] = lines[name]
+        if not column.no_wrap:
+            longest = max(cell_len(word) for text in texts for word in text.split())
+            words[name] = min(longest, _NAME_WIDTH if name == "held-out" else _WORD_WIDTH)
+    frame = 3 * len(table.columns) + 1
+    room = console.width - frame - sum(words.values())
+    widths = dict(words)
+    for name in ("took part", "because", "held-out"):
+        if name in widths:
+            more = max(0, min(room, lines[name] - widths[name]))
+            widths[name] += more
+            room -= more
+    if room < 0 and "because" not in widths:
+        widths["held-out"] = max(1, widths["held-out"] + room)
+    for column in table.columns:
+        column.width = widths[str(column.header)]
+    return room >= 0
 
 
 def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:

@@ -39,12 +39,14 @@ from isthmus_privacy.secagg.messages import (
 from isthmus_privacy.secagg.ranges import Ranges
 from isthmus_privacy.secagg.server import RingSum, ServerSession
 from isthmus_privacy.slots import UNUSABLE
+from isthmus_server.model.summed_evaluation import attempt_in_words
 from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.call import (
     ANSWER_SECONDS,
     PRIVACY_REFUSALS,
     CallFailed,
+    NotUsed,
     ReceiptBook,
     call,
 )
@@ -117,7 +119,7 @@ class SecureSum:
         what = f"round {config.round}"
         if self.question:
             what = f"question {config.round} ({self.question})"
-        return f"{config.run_id}, {what}, attempt {config.attempt}"
+        return f"{config.run_id}, {what}, {attempt_in_words(config.attempt)}"
 
 
 class SecureAggregationAttempt:
@@ -554,7 +556,7 @@ class SecureAggregationAttempt:
                 keys = AdvertiseKeys.from_bytes(reply.trained.secure)
                 _check_sender(name, keys.name)
                 if self._session.received >= self._config.clients_max:
-                    raise UpdateError(ENOUGH)
+                    raise NotUsed(ENOUGH)
                 self._draw.note_accepted(name)
                 self._session.receive_keys(keys)
                 self._receipts.remember(name, seconds=seconds)

@@ -15,7 +15,7 @@ from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.server import RingSum, too_few
-from isthmus_server.regimes.call import call
+from isthmus_server.regimes.call import NotUsed, call
 from isthmus_server.regimes.round_times import TrainingTime
 from isthmus_server.regimes.secure_sums.attempt import (
     ENOUGH,
@@ -86,7 +86,7 @@ class UnmaskedAttempt(SecureAggregationAttempt):
                     f"{self._config.payload_bytes}"
                 )
             if self._received >= self._config.clients_max:
-                raise UpdateError(ENOUGH)
+                raise NotUsed(ENOUGH)
             await link.fetch(name, result, into(self._vector))
             self._total.add(self._vector)
             self._summed.append(name)

@@ -82,6 +82,7 @@ class JobRunner:
         at_once: int = 1,
         fence: Fence | None = None,
         takeover: Takeover | None = None,
+        earlier: Sequence[Takeover] = (),
     ) -> None:
         """Open the queue.
 
@@ -92,6 +93,8 @@ class JobRunner:
             at_once: most jobs that run at a time.
             fence: of this server, if others may take over from it.
             takeover: from whom this server took over, if it did.
+            earlier: takeovers by other servers, which may have ended before they wrote them to
+                the runs.
 
         Raises:
             UserError: the queue is damaged or cannot be used.
@@ -99,8 +102,9 @@ class JobRunner:
         self.link = link
         self._fence = fence
         self._takeover = takeover
-        self._inherited: set[str] = set()
-        """Ids of the jobs whose runs the earlier server had begun."""
+        self._earlier = earlier
+        self._inherited: dict[str, Sequence[Takeover]] = {}
+        """The takeovers in which a run was inherited, by the id of its job."""
         self.queue = JobQueue(state, fence)
         self.tasks = state / "tasks"
         self.runs = state / "runs"
@@ -127,8 +131,8 @@ class JobRunner:
             TakenOver: another server has taken over.
         """
         self._claim_runs()
+        self._note_inherited()
         if self._takeover is not None:
-            self._note_inherited()
             # Not awaited, as the earlier server may be stopped while it has the audit log locked.
             work = (self._takeover, self._interrupted())
             threading.Thread(target=self._record, args=work, name="audit", daemon=True).start()
@@ -156,14 +160,19 @@ class JobRunner:
                 log.warning("%s", database_error(log_file, error))
 
     def _note_inherited(self) -> None:
-        """Note whose runs this server has taken over, before it begins any itself."""
+        """Note which runs servers have taken over, before this one begins any itself."""
+        mine = [] if self._takeover is None else [self._takeover]
+        if not mine and not self._earlier:
+            return
         # Jobs can still run if it fails: only their logs then lack the takeover.
         with contextlib.suppress(sqlite3.Error, OSError):
-            self._inherited = {
-                entry.id
-                for entry in self.queue.entries(0)
-                if (self.runs / entry.id / "job.json").exists()
-            }
+            for entry in self.queue.entries(0):
+                description = self.runs / entry.id / "job.json"
+                if not description.exists():
+                    continue
+                begun = description.stat().st_mtime  # it is written when there is a run
+                earlier = [each for each in self._earlier if each.at > begun]
+                self._inherited[entry.id] = [*earlier, *mine]
 
     def _interrupted(self) -> str:
         """The jobs that the earlier server had at work, with their attempts, in words."""
@@ -260,8 +269,8 @@ class JobRunner:
             )
         elif self.projects:
             link = LinkView(link, admits)
-        takeover = self._takeover if entry.id in self._inherited else None
-        job = self._running[entry.number] = RunningJob(entry, link, self._fence, takeover)
+        takeovers = self._inherited.get(entry.id, ())
+        job = self._running[entry.number] = RunningJob(entry, link, self._fence, takeovers)
         job.task = asyncio.create_task(self._run_job(job))
 
     def leave(self) -> None:

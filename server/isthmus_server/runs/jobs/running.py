@@ -9,7 +9,7 @@ import gc
 import importlib
 import sqlite3
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ class RunningJob:
         entry: QueuedJob,
         link: Link,
         fence: Fence | None = None,
-        takeover: Takeover | None = None,
+        takeovers: Sequence[Takeover] = (),
     ) -> None:
         """Nothing runs yet.
 
@@ -60,11 +60,11 @@ class RunningJob:
             entry: the job.
             link: the server's, or a view of it as one of several jobs.
             fence: the server's, if others may take over from it.
-            takeover: from whom this server took over the run, if it did.
+            takeovers: in which servers inherited the run, the oldest first.
         """
         self.entry = entry
         self._fence = fence
-        self._takeover = takeover
+        self._takeovers = takeovers
         self.link = link
         self.cancelled = False
         self.paused_by = ""
@@ -137,8 +137,7 @@ class RunningJob:
             with store.locked():
                 async with observers.watching(store, events, self.entry.id, waits=False):
                     events.subscribe(self._note_waiting)
-                    if self._takeover is not None:
-                        note_takeover(store, events, self._takeover)
+                    note_takeovers(store, events, self._takeovers)
                     if isinstance(self.link, JobLink):
                         check_memory(store.job, tasks)
                     self._loop = run_loop(
@@ -168,21 +167,27 @@ class RunningJob:
             self._waiting = None
 
 
-def note_takeover(store: Store, events: EventStream, takeover: Takeover) -> None:
-    """Have the run's log and its watchers know of a takeover, unless the log has it already.
+def note_takeovers(store: Store, events: EventStream, takeovers: Sequence[Takeover]) -> None:
+    """Have the run's log and its watchers know of takeovers that the log does not have yet.
 
     It changes nothing of what the run does: the next attempt is that after a restart.
     """
-    for each in store.events(ServerTakenOver.kind):
-        if isinstance(each, ServerTakenOver) and (each.at, each.by) == (takeover.at, takeover.by):
-            return  # the job was paused since
+    if not takeovers:
+        return
+    known = {
+        (each.at, each.by)
+        for each in store.events(ServerTakenOver.kind)
+        if isinstance(each, ServerTakenOver)
+    }
     round_, attempt = store.at_work()
-    event = ServerTakenOver(
-        **dataclasses.asdict(takeover),
-        round=round_,
-        attempt=attempt,
-    )
-    RunJournal(store, events).publish(event)
+    for takeover in takeovers:
+        if (takeover.at, takeover.by) not in known:  # before a pause, or by an earlier server
+            event = ServerTakenOver(
+                **dataclasses.asdict(takeover),
+                round=round_,
+                attempt=attempt,
+            )
+            RunJournal(store, events).publish(event)
 
 
 def import_training() -> None:

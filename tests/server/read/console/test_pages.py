@@ -1,5 +1,6 @@
 """What the console shows of runs, and how much of them it reads and sends."""
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 from tests.server.read.console.filled_runs import add_round, filled_run
 from tests.server.read.console.serving import ask, rows, served
-from tests.server.storage.records import planned_attempt, round_record
+from tests.server.storage.records import failed_evaluation, planned_attempt, round_record
 
 from isthmus.errors import UserError
 from isthmus.system.sealed_files import write_sealed_bytes
@@ -15,7 +16,8 @@ from isthmus_server.fleet.presence import FILE
 from isthmus_server.fleet.snapshot import FleetSnapshot, Seen
 from isthmus_server.read.console.attempt_index import AttemptIndex
 from isthmus_server.read.console.pages import PAGE_ROWS
-from isthmus_server.read.console.shown_run import MAX_POINTS
+from isthmus_server.read.console.run_page import run_page
+from isthmus_server.read.console.shown_run import MAX_POINTS, ShownRun
 from isthmus_server.read.console.sources import ConsoleSource
 from isthmus_server.storage.events import ServerTakenOver
 from isthmus_server.storage.records import CommittedState, Receipt
@@ -130,6 +132,28 @@ def test_the_page_of_a_run_says_who_took_over(make_run):
     store.log_event(takeover)
     with served(store.directory) as listener:
         assert takeover.sentence in ask(listener, "/runs/run")[2]
+
+
+def test_the_page_of_a_run_says_in_which_rounds_evaluations_on_devices_failed(make_run):
+    store = make_run("run", 3)
+    for round_, error in ((4, HOSTILE), (5, "2 of 3 answered"), (6, "2 of 3 answered")):
+        store.plan(planned_attempt(round_))
+        record = round_record(round_, evaluation=failed_evaluation(error))
+        store.commit(record, CommittedState())
+    with served(store.directory) as listener:
+        page = ask(listener, "/runs/run")[2]
+        assert "Rounds 5, 6: evaluations on devices failed: 2 of 3 answered." in page
+        assert "Round 4: an evaluation on devices failed: &lt;script&gt;" in page
+
+
+def test_the_page_of_a_run_reads_its_events_once(make_run):
+    store = make_run("run", 3)
+    read = []
+    with contextlib.closing(ShownRun(store.directory, "run")) as run:
+        run.refresh()
+        run.store.log.connection.set_trace_callback(read.append)
+        run_page(run, {})
+    assert sum(" FROM events " in f"{query} " for query in read) == 1
 
 
 def test_empty_states_have_words(make_run, tmp_path):

@@ -11,7 +11,13 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 from tests.server.read.report.test_suspected_devices import rounds
-from tests.server.storage.records import FINAL, failed_attempt, planned_attempt, round_record
+from tests.server.storage.records import (
+    FINAL,
+    failed_attempt,
+    failed_evaluation,
+    planned_attempt,
+    round_record,
+)
 
 from isthmus.errors import UserError
 from isthmus_server.cli import run as commands
@@ -135,7 +141,8 @@ def test_a_page_has_everything_and_loads_nothing(make_job, tmp_path):
 def test_a_page_says_what_else_happened_as_the_printed_report_does(make_job, tmp_path):
     store = filled_store(make_job, tmp_path, [])
     store.plan(planned_attempt(3))
-    clipped = round_record(3, training={"federated": {"clipped": 0.25}})
+    failed = failed_evaluation(f"2 of 3 answered {HOSTILE}")
+    clipped = round_record(3, training={"federated": {"clipped": 0.25}}, evaluation=failed)
     store.commit(clipped, CommittedState())
     store.log_event(RunAdopted(original=HOSTILE, by="ann", stated="original is gone"))
     takeover = ServerTakenOver(by="process 2 on b", before="process 1 on a", why="ended", round=3)
@@ -147,6 +154,7 @@ def test_a_page_says_what_else_happened_as_the_printed_report_does(make_job, tmp
     show(read_report(store), Console(file=printed, width=500))
     for sentence in (
         "round 3: 25.00% of the elements of the devices' updates were out of range",
+        "round 3: an evaluation on devices failed: 2 of 3 answered <script>alert(1)</script>",
         "ann had this copy take the place of <script>alert(1)</script>",
         takeover.sentence,
         "ranks train in another layout from round 2 on: datacenter.ranks=4",

@@ -32,7 +32,7 @@ def test_the_report_and_both_pages_say_the_same(make_job, tmp_path, served_by, n
     store = Store.create(tmp_path / "run", job, tmp_path)
     for deployment in served_by:
         store.log_event(RunServed(deployment=deployment))
-    level = level_of_run(store)
+    level = level_of_run(job, store.events())
     assert level.name == name
     assert (level == level_of(job)) == (not served_by)  # without: as `isthmus job check` says it
     output = StringIO()

@@ -221,6 +221,26 @@ def test_names_of_metrics_are_not_folded_in_a_narrow_terminal(make_job, tmp_path
     assert {"public_accuracy", "public_loss"} < set(output.getvalue().split())
 
 
+@pytest.mark.parametrize(("width", "below"), [(72, True), (80, False), (120, False)])
+def test_words_are_whole_in_a_narrow_terminal(make_job, tmp_path, width, below):
+    """Where reasons have no room in the table, they are below it."""
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    metrics = {"accuracy": 0.583, "public_accuracy": 0.98, "public_loss": 0.1022}
+    reason = "phase 1 of 3 is datacenter, its round 1 of 2"
+    store.plan(planned_attempt(1))
+    record = round_record(1, metrics=metrics, reason=reason, regime="datacenter", seconds=1234.5)
+    store.commit(record, CommittedState())
+    store.plan(planned_attempt(2))
+    store.fail(failed_attempt(2, regime="datacenter", error="4 are needed, of the 2 that answered"))
+    output = StringIO()
+    report.show(read_report(store), Console(file=output, width=width))
+    store.close()
+    text = output.getvalue()
+    assert {"datacenter", "datacenter,", "needed,", "answered", *metrics} <= set(text.split())
+    assert ("\n  round 2: 4 are needed, of the 2 that answered\n" in text) is below
+    assert ("┃ because" in text) is not below
+
+
 @pytest.mark.parametrize("width", [40, 72, 80, 120])
 def test_figures_are_not_cut_in_a_narrow_terminal(make_job, tmp_path, width):
     store = Store.create(tmp_path / "run", make_job(), tmp_path)

@@ -18,6 +18,7 @@ from isthmus_clients.training.history_files import EMPTY, write_head
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.messages import MAX_ENTRY_BYTES, ConsistencySignatures
+from isthmus_server.model.summed_evaluation import TRIES
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt, SecureSum
@@ -347,3 +348,5 @@ def test_a_sum_says_what_it_is_of():
     assert wanted.about == "digits-1, round 3, attempt 2"
     asked = dataclasses.replace(wanted, question="evaluate the model")
     assert asked.about == "digits-1, question 3 (evaluate the model), attempt 2"
+    config.attempt = 2 * TRIES + 1  # the second try of this attempt's evaluation
+    assert asked.about == "digits-1, question 3 (evaluate the model), attempt 2 try 2"

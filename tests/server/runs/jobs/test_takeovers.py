@@ -11,7 +11,7 @@ from tests.server.waiting import wait_until
 from isthmus_server.observability.observers import Observers
 from isthmus_server.read.report.report import read_report
 from isthmus_server.runs.jobs.runner import JobRunner
-from isthmus_server.runs.jobs.running import note_takeover
+from isthmus_server.runs.jobs.running import note_takeovers
 from isthmus_server.storage import audit, recovery
 from isthmus_server.storage.events import EventStream, ServerTakenOver
 from isthmus_server.storage.fence import Takeover
@@ -27,13 +27,13 @@ def test_a_takeover_is_in_the_report_once_with_the_attempt_that_it_cut_short(mak
     events = EventStream()
     events.subscribe(published.append)
     with contextlib.closing(Store.create(tmp_path / "run", make_job(), tmp_path)) as store:
-        note_takeover(store, events, FIRST)
+        note_takeovers(store, events, [FIRST])
         store.plan(planned_attempt(1, 1))
-        note_takeover(store, events, FIRST)  # as after a pause
-        note_takeover(store, events, SECOND)
+        note_takeovers(store, events, [FIRST])  # as after a pause
+        note_takeovers(store, events, [FIRST, SECOND])
         store.fail(failed_attempt(1))
         third = Takeover(30.5, "process 4 on b", "process 3 on a", "had ended")
-        note_takeover(store, events, third)
+        note_takeovers(store, events, [third])
         found = [each for each in read_report(store).events if isinstance(each, ServerTakenOver)]
         assert [(each.at, each.round, each.attempt) for each in found] == [
             (10.5, 0, 0),

@@ -13,10 +13,10 @@ from isthmus.errors import UserError
 from isthmus.job.privacy import PrivacySection
 from isthmus.printable import in_a_line
 from isthmus_privacy.dp.accounting import SampledGaussian
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerEntry, last_known
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerEntry, last_known
 from isthmus_server.budgets.budget import UNIT
 from isthmus_server.budgets.populations import shared_with
-from isthmus_server.model.summed_evaluation import TRIES
+from isthmus_server.model.summed_evaluation import attempt_in_words
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
 from isthmus_server.storage.store import Store
@@ -129,17 +129,9 @@ class Spending:
             who = f"{len(charge.devices)} devices, {charge.mechanism} noise"
             if isinstance(charge.event, SampledGaussian):
                 who = f"{charge.event.steps} steps of a datacenter, {charge.mechanism}"
-            lines.append(f"{charge.what} {charge.round} {_attempt(charge)}: {who}, {outcome}")
+            attempt = attempt_in_words(charge.attempt)
+            lines.append(f"{charge.what} {charge.round} {attempt}: {who}, {outcome}")
         return [*lines, *(each.line for each in self.by_device or ())]
-
-
-def _attempt(charge: Charge) -> str:
-    """The attempt of a charge; an evaluation of one attempt at a round may take several tries."""
-    attempt = charge.attempt
-    tried = 0
-    if charge.what == "evaluation":
-        attempt, tried = divmod(charge.attempt, TRIES)
-    return f"attempt {attempt}" + (f" try {tried + 1}" if tried else "")
 
 
 def read_spending(run_dir: Path, *, of_each: bool = False) -> Spending:
