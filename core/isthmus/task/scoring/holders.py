@@ -99,7 +99,7 @@ class Search:
             kind = type(value)
             if kind in PLAIN or isinstance(value, _SKIPPED) or id(value) in self._seen:
                 continue
-            if kind is types.FunctionType and (value.__module__ or "").startswith(_LIBRARIES):
+            if _is_of_library(value):
                 continue
             if len(self._seen) >= _MOST:
                 self.unknown = self.unknown or f"more than {_MOST} values, too many to put back"
@@ -161,6 +161,18 @@ def place_of(iterator: Any) -> Any:
     if isinstance(iterator, (itertools.count, itertools.repeat)):
         return repr(iterator)
     return operator.length_hint(iterator, -1) if hasattr(iterator, "__length_hint__") else None
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether a callable is one of PyTorch's or Isthmus's: what these note is no model's."""
+    if isinstance(value, functools.partial):
+        return _is_of_library(value.func)
+    if isinstance(value, types.MethodType):
+        return _is_of_library(value.__func__) or _is_of_library(type(value.__self__))
+    if isinstance(value, types.FunctionType):
+        # Not its `__module__`, which `functools.wraps` takes from the function that is wrapped.
+        return str(value.__globals__.get("__name__", "")).startswith(_LIBRARIES)
+    return isinstance(value, type) and value.__module__.startswith(_LIBRARIES)
 
 
 def _changeable(values: Iterable[Any]) -> Iterator[Any]:
