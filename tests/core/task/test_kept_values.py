@@ -186,7 +186,7 @@ def test_what_cannot_be_compared_is_left_as_it_is() -> None:
 def test_what_a_wrapper_of_a_library_notes_is_not_undone() -> None:
     """Layouts replace `forward` by functions that count calls, and look like the model's own."""
     noted: list[int] = []
-    names = {"__name__": "isthmus.wrapper", "functools": functools, "noted": noted}
+    names = {"__name__": "isthmus_datacenter.wrapper", "functools": functools, "noted": noted}
     source = """
 def wrap(forward):
     calls = noted

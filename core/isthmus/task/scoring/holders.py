@@ -41,7 +41,7 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtyp
 _SKIPPED = (Task, type, types.ModuleType, io.IOBase)
 _BUILTIN = frozenset({dict, list, set, frozenset, tuple, collections.deque, torch.Tensor})
 """Types whose objects have no attributes of their own."""
-_LIBRARIES = ("torch.", "isthmus.")
+_LIBRARIES = ("torch.", "isthmus.", "isthmus_")
 """Beginnings of the names of modules whose functions and slots keep nothing of a model."""
 _MOST = 100_000
 """Most values that are looked at besides the attributes of the modules themselves."""
