@@ -6,7 +6,6 @@ import itertools
 import random
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from tests.datacenter.task_models import Decoder, DecoderBlock, MixtureBlock
@@ -38,18 +37,7 @@ class Keeping(Gpt):
         return list(model.blocks) if names is None else [*map(model.get_submodule, names)]
 
 
-class _Array:
-    """A number of calls in an array of NumPy."""
-
-    def __init__(self) -> None:
-        self._calls = numpy.zeros(1)
-
-    def __next__(self) -> float:
-        self._calls += 1
-        return float(self._calls[0])
-
-
-_CALLS = {"array": _Array, "count": lambda: itertools.count(1), "once": lambda: iter([1])}
+_CALLS = {"count": lambda: itertools.count(1), "once": lambda: iter([1])}
 
 
 class _KeepingBlock(DecoderBlock):

@@ -141,7 +141,7 @@ class Charges:
         line = 0
         if head:
             number, _, digest = head.partition(":")
-            known = number.isdecimal() and len(number) < 10 and 0 < int(number) < len(self._lines)
+            known = number.isdecimal() and len(number) < 10 and 0 <= int(number) < len(self._lines)
             if not known or self._lines[int(number)] != digest or head != f"{int(number)}:{digest}":
                 raise Violation(f"{where} remembers a line of the privacy ledger that is not there")
             line = int(number)

@@ -419,6 +419,16 @@ class CohortSelector:
         wait = waits[needed - 1] if len(waits) >= needed else math.inf
         return None if wait == math.inf else wait
 
+    def awaits_others(self) -> bool:
+        """Whether a quorum needs devices that are known and not ready, and may be one with them."""
+        if self.seconds_until_quorum() is not None:
+            return False
+        roster = self._roster
+        left = sum(roster.seconds_until_available(name) < math.inf for name in roster.clients)
+        needed = self._job.federated.needed
+        # Of fewer devices than a quorum nobody knows how many more will join.
+        return len(roster.clients) >= needed and left + roster.absent_available() >= needed
+
     def _unmasked(
         self,
         round_: int,

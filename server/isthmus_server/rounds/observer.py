@@ -52,6 +52,7 @@ class RunObserver:
             clients_ready=available,
             clients_ineligible=len(roster.clients) - available,
             seconds_until_quorum=self._cohorts.seconds_until_quorum(),
+            others_may_come=self._cohorts.awaits_others(),
             datacenters=roster.datacenters,
             groups=roster.groups(),
             model_bytes=self._model_bytes,

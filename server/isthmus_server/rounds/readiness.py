@@ -76,7 +76,7 @@ class RoundReadiness:
             try:
                 await self._roster.require(plan.regime)
             except ParticipantsMissing as missing:
-                if self._lacks_more_than_permission(missing):
+                if self._lacks_more_than_permission(missing) or self._cohorts.awaits_others():
                     raise
                 continue  # the limits know when these devices may be invited again, if ever
             # Nobody's privacy depends on the survivors of a sum: there is none.

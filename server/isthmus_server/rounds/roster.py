@@ -225,6 +225,11 @@ class ParticipantRoster(ParticipantListener):
         """Seconds until a ready device may be invited: 0 now, infinity never."""
         return self._availability.seconds_until(name, self.clients[name].hours)
 
+    def absent_available(self) -> int:
+        """Devices that are known and not ready, and may be invited once they are."""
+        names = self._absent(self._link.enrolments.clients()) | self._fetching.keys()
+        return sum(self._availability.seconds_until(name, ()) < math.inf for name in names)
+
     # -- waiting -----------------------------------------------------------------------------------
 
     async def wait_for_embedded(self) -> None:
@@ -281,6 +286,10 @@ class ParticipantRoster(ParticipantListener):
         if available < clients:
             unavailable = len(self.clients) - available
             rest = f", while {unavailable} may not be invited now" if unavailable else ""
+            if used_up := sum(map(math.isinf, map(self.seconds_until_available, self.clients))):
+                rest += (
+                    f" ({used_up} of them never again: their privacy budget or limit is used up)"
+                )
             missing[link_pb2.CLIENT] = (
                 f"a {regime} round needs {clients} devices (federated.quorum); "
                 f"ready: {available}{rest}"

@@ -291,6 +291,8 @@ def _wait_for_quorum(observation: Observation) -> ConstrainedAnswer | None:
     # Nothing to wait for by the clock: the round waits until others have connected.
     if ready + ineligible < observation.quorum:
         return None
+    if observation.seconds_until_quorum is None and observation.others_may_come:
+        return None
     reason = (
         f"{ready} devices may be invited and the quorum is {observation.quorum}; {ineligible} are "
         "outside of their hours or at their limit (federated.hours, federated.participation, "

@@ -37,6 +37,7 @@ def observe(
     groups: Mapping[str, int] | None = None,
     clients_ineligible: int = 0,
     seconds_until_quorum: float | None = None,
+    others_may_come: bool = False,
     model_bytes: int,
     now: float,
     elapsed: float,
@@ -57,6 +58,8 @@ def observe(
             their hours, or at the participation limit.
         seconds_until_quorum: seconds until enough of both for a quorum may be invited; None if
             never.
+        others_may_come: whether there may be a quorum all the same, with devices that are known and
+            not connected.
         datacenters: names of the datacenters that have opened the run.
         groups: devices that may be invited, by group.
         model_bytes: size of the encoded model.
@@ -75,6 +78,7 @@ def observe(
         clients_ready=clients_ready,
         clients_ineligible=clients_ineligible,
         seconds_until_quorum=seconds_until_quorum,
+        others_may_come=others_may_come,
         datacenter_ready=bool(datacenters),
         datacenters=len(datacenters),
         datacenter_names=sorted(datacenters),

@@ -185,6 +185,8 @@ class Observation:
     the participation limit."""
     seconds_until_quorum: float | None = None
     """Seconds until enough connected devices for a quorum may be invited; None if never."""
+    others_may_come: bool = False
+    """Whether there may be a quorum all the same, with devices that are known and not connected."""
     datacenters: int = 1
     """Connected datacenters; each makes the steps of a datacenter round."""
     datacenter_names: Sequence[str] = ()

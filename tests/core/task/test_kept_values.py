@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import random
 import types
 from collections.abc import Callable
@@ -180,3 +181,25 @@ def test_what_cannot_be_compared_is_left_as_it_is() -> None:
     before.undo()
     assert not hasattr(module, "calls")
     assert first_difference(numbers, numbers_kept(module)) is None
+
+
+def test_what_a_wrapper_of_a_library_notes_is_not_undone() -> None:
+    """Layouts replace `forward` by functions that count calls, and look like the model's own."""
+    noted: list[int] = []
+    names = {"__name__": "isthmus_datacenter.wrapper", "functools": functools, "noted": noted}
+    source = """
+def wrap(forward):
+    calls = noted
+    @functools.wraps(forward)
+    def call(*args):
+        calls.append(1)
+        return forward(*args)
+    return call
+"""
+    exec(source, names)
+    module: Any = nn.Linear(2, 2)
+    module.forward = names["wrap"](module.forward)  # type: ignore[operator]  # of the source
+    before = KeptValues([module])
+    module(torch.ones(2))
+    before.undo()
+    assert noted == [1]

@@ -55,7 +55,7 @@ def setup_of(
     return type(prepared)(job)
 
 
-def keeping(make_setup: Any, layout: str, *, kind: str = "array", **more: Any) -> Any:
+def keeping(make_setup: Any, layout: str, *, kind: str = "count", **more: Any) -> Any:
     mixture = {"mixture": True} if "experts" in layout else {}
     choice = more.pop("checkpoint_activations", True)
     settings = {"kind": kind, **mixture, **more}
@@ -116,7 +116,7 @@ def test_a_block_of_one_rank_that_is_refused_ends_all_ranks_with_the_sentence(
 def test_a_block_that_calls_its_units_in_another_order_is_refused_before_ranks_gather_them(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
-    settings = {"kind": "array", "units": ["blocks.0", "blocks.1", "blocks.1.q", "blocks.1.k"]}
+    settings = {"kind": "count", "units": ["blocks.0", "blocks.1", "blocks.1.q", "blocks.1.k"]}
     setup = setup_of(make_setup, "Turning", "zero3", settings)
     command = {"op": "train_steps", "run_id": "run", "until_step": 1}
     for refusal in on_ranks(2, "refused_training", (setup.open_command(), command, str(tmp_path))):
@@ -177,7 +177,7 @@ def test_units_within_a_unit_train_to_the_same_bits_with_and_without(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
     """What watches the order of their calls sees those of both calls of the outer one."""
-    nobody = {"kind": "array", "rank": 2}
+    nobody = {"kind": "count", "rank": 2}
     cases: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         ("Keeping", "zero2", {**nobody, "units": PARTS}, {}),
         ("Keeping", "zero3", {**nobody, "units": PARTS}, {}),
@@ -191,7 +191,7 @@ def test_units_within_a_unit_train_to_the_same_bits_with_and_without(
 def test_combined_layouts_train_to_the_same_bits_with_and_without(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
-    nobody = {"kind": "array", "rank": 4}
+    nobody = {"kind": "count", "rank": 4}
     cases: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
         ("Keeping", "zero3, tensor", nobody, {}),
         ("Keeping", "zero3, tensor", {**nobody, "units": PARTS}, {}),

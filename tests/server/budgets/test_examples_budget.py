@@ -58,6 +58,8 @@ async def test_every_round_is_charged_and_the_report_says_what_was_spent(run_wit
         sentence,
         *(f"training {n} attempt 1: 5 steps of a datacenter, dp-sgd, committed" for n in (1, 2, 3)),
     ]
+    with pytest.raises(UserError, match=r"is a run without \[privacy\], .* leave out --devices$"):
+        read_spending(store.directory, of_each=True)
     assert "privacy ledger: 6 lines" in {finding.checked for finding in verify(store.directory)}
     opened = next(each.open for each in datacenter.requests if each.HasField("open"))
     assert read_job(opened.job).datacenter.privacy.noise == 4

@@ -14,7 +14,7 @@ from tests.privacy.dp.charges import charge
 from tests.server.budgets.epsilons import found_on_the_loop
 from tests.server.rounds.results import LAYOUT
 
-from isthmus.errors import UserError
+from isthmus.errors import ParticipantsMissing, UserError
 from isthmus_privacy.dp.accounting import Composition, ZeroConcentrated
 from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerDamaged, LedgerHead
 from isthmus_server.budgets.budget import PrivacyBudget
@@ -125,6 +125,66 @@ async def test_a_run_whose_devices_have_no_budget_left_ends_before_its_first_rou
     assert report.reason.startswith("0 devices may be invited and the quorum is ")
     assert "or have no privacy budget left: epsilon " in report.reason
     assert report.reason.endswith(" is spent for good")
+
+
+ONCE = (*GAUSSIAN, PLAIN, "rounds=2", "federated.clients=0", "privacy.participations=1")
+"""Each device takes part in one of two rounds."""
+
+
+async def test_a_run_waits_for_devices_with_budget_that_have_joined_and_are_away(
+    deployment, monkeypatch
+):
+    """It would end for good, whose second half of the devices was disconnected for a moment."""
+    await deployment.start()
+    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: set("abcdef"))
+    store = deployment.create_run("run", *ONCE)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+
+    def come(event):
+        if isinstance(event, WaitingForParticipants) and coordinator.state.round == 1:
+            for name in {*"def"} - deployment.link.peers.keys():
+                deployment.network.dial(deployment.device(name), name)
+
+    coordinator.events.subscribe(come)
+    await coordinator.run()
+    asked = [entry.charge.devices for entry in charges(store)]
+    assert asked == [("a", "b", "c"), ("d", "e", "f")]
+
+
+@pytest.mark.parametrize(("joined", "ends"), [("abcdef", False), ("abcde", True)])
+async def test_a_run_is_paused_only_for_devices_that_can_make_a_quorum(
+    deployment, monkeypatch, timeouts, joined, ends
+):
+    await deployment.start()
+    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: set(joined))
+    store = deployment.create_run("run", *ONCE, "time.join_seconds=77")
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+
+    def pass_time(event):
+        if isinstance(event, WaitingForParticipants) and coordinator.state.round == 1:
+            asyncio.get_running_loop().call_soon(timeouts.advance, 77)
+
+    coordinator.events.subscribe(pass_time)
+    running = coordinator.run()
+    if ends:
+        await running
+        assert "or have no privacy budget left: epsilon " in read_report(store).reason
+        return
+    sentence = r"ready: 0, while 3 may not be invited now \(3 of them never again: their privacy "
+    with pytest.raises(ParticipantsMissing, match=sentence):
+        await running
+    assert read_report(store).reason
+
+
+@pytest.mark.parametrize("policy", ["datacenter", "alternate"])
+async def test_a_run_that_begins_with_the_datacenter_has_a_transcript_that_holds(
+    run_with_datacenter, policy
+):
+    """Its first commit remembers the ledger without a line; the deployment checks transcripts."""
+    settings = (*GAUSSIAN, PLAIN, f"strategy.policy={policy}", "federated.clients=3")
+    store, coordinator, _ = await run_with_datacenter(*settings)
+    await coordinator.run()
+    assert len(read_report(store).rounds) == 3
 
 
 @pytest.mark.parametrize("aggregation", [(), (PLAIN,)])

@@ -262,6 +262,8 @@ def test_a_plan_waits_for_devices_that_become_eligible_later():
     # Other devices may still connect.
     too_few = observe(clients_ready=2, clients_ineligible=0, quorum=3)
     assert enforce_limits(Plan("federated", "x"), too_few).answer.regime == "federated"
+    others = observe(clients_ready=2, clients_ineligible=4, quorum=3, others_may_come=True)
+    assert enforce_limits(Plan("federated", "x"), others).answer.regime == "federated"
     never = observe(clients_ready=2, clients_ineligible=4, quorum=3)
     assert isinstance(enforce_limits(Plan("hybrid", "x"), never).answer, Stop)
 

@@ -1,8 +1,8 @@
 """What modules keep in attributes from one call to the next, so that a call can be undone.
 
-These are numbers, tensors that are neither parameters nor buffers, lists, tables, generators of
-random numbers, and what objects of other classes have of them. Buffers are not among them: callers
-find these by name.
+These are numbers, tensors that are neither parameters nor buffers, lists, tables, arrays,
+generators of random numbers, and what objects of other classes have of them (`holders`). Buffers
+are not among them: callers find these by name.
 
 >>> module = nn.Identity()
 >>> module.calls = 1
@@ -15,62 +15,74 @@ find these by name.
 
 from __future__ import annotations
 
-import collections
 import random
-import sys
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from isthmus.task.definition import Task
-
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module, where PyTorch keeps parameters, buffers, other modules and hooks."""
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-_SKIPPED = (
-    nn.Module,
-    Task,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
-    types.BuiltinFunctionType,
+from isthmus.task.scoring.holders import (
+    PLAIN,
+    Content,
+    Search,
+    attributes_of,
+    copied,
+    fill,
+    is_array,
+    is_same,
+    items_of,
+    place_of,
 )
-_LONGEST = 4096
-"""Items of the longest container that is looked into: longer ones are data."""
-_MOST = 10_000
-"""Most values that are looked at besides the attributes of the modules themselves."""
-
-_Content = Any
-"""A copy of a dict, list, set or deque, without copies of what it has."""
 
 
 class KeptValues:
     """The values that some modules keep, or other things have, as they are now."""
 
-    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        values: Iterable[Any] = (),
+        given: Iterable[Any] = (),
+    ) -> None:
         """Note them.
 
         Args:
             modules: of which attributes are noted.
             values: containers, objects and tensors that are noted, too.
+            given: containers and objects that are, without their tensors, which are large.
         """
-        self._holders: list[tuple[Any, _Content]] = []
+        self._holders: list[tuple[Any, Content]] = []
         self._tensors: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._generators: list[tuple[Any, Any]] = []
-        for holder in _holders(modules, self._note, values):
-            self._holders.append((holder, _copy(holder)))
+        search = Search(self._note)
+        self._add(search.of_modules(modules))
+        search.note = self._note_with_parameters
+        self._add(search.of_values(values))
+        search.note = self._note_generator
+        self._add(search.of_values(given))
+        self._iterators = [(each, place_of(each)) for each in search.iterators]
+        self.unknown = search.unknown
+        """What was found that cannot be put back, nor seen to change; empty for nothing."""
+
+    def _add(self, holders: Iterable[Any]) -> None:
+        for holder in holders:
+            self._holders.append((holder, copied(holder)))
 
     def _note(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            # One that was made in inference mode cannot change, and has no version.
-            if type(value) is torch.Tensor and _has_values(value) and not value.is_inference():
-                self._tensors[id(value)] = value, value._version, _values(value)
-        else:
+        if not isinstance(value, nn.Parameter):
+            self._note_with_parameters(value)
+
+    def _note_with_parameters(self, value: Any) -> None:
+        # One that was made in inference mode cannot change, and has no version.
+        if not isinstance(value, torch.Tensor):
+            self._note_generator(value)
+        elif _is_ordinary(value) and not value.is_meta and not value.is_inference():
+            self._tensors[id(value)] = value, value._version, _values(value)
+
+    def _note_generator(self, value: Any) -> None:
+        if not isinstance(value, torch.Tensor):
             self._generators.append((value, _state(value)))
 
     def changed(self) -> Changes:
@@ -83,8 +95,8 @@ class KeptValues:
         holders = [
             (holder, before)
             for holder, before in self._holders
-            if not _is_same(_copy(holder), before)
-            or any(id(each) in others for each in _items(before))
+            if not is_same(copied(holder), before)
+            or any(id(each) in others for each in items_of(before))
         ]
         generators = [
             (generator, before)
@@ -100,6 +112,11 @@ class KeptValues:
             for key, values in changes.others.items():
                 self._tensors[key][0].copy_(values)
         Changes(changes.holders, {}, changes.generators).exchange()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether an iterator is at another place, which cannot be undone."""
+        return any(place_of(each) != place for each, place in self._iterators)
 
     def undo_containers(self) -> bool:
         """Give what has changed the values of before, but no tensor that was changed in place.
@@ -122,7 +139,7 @@ class Changes:
 
     def __init__(
         self,
-        holders: list[tuple[Any, _Content]],
+        holders: list[tuple[Any, Content]],
         others: dict[int, torch.Tensor],
         generators: list[tuple[Any, Any]],
     ) -> None:
@@ -143,14 +160,14 @@ class Changes:
         A tensor that was changed in place is replaced by another one: who has it keeps its values.
         """
         now = Changes(
-            [(holder, _copy(holder)) for holder, _ in self.holders],
+            [(holder, copied(holder)) for holder, _ in self.holders],
             {},
             [(generator, _state(generator)) for generator, _ in self.generators],
         )
         # Copies, as the values are needed again if the backward pass is.
         others = {key: values.clone() for key, values in self.others.items()}
         for holder, before in self.holders:
-            _fill(holder, before, others)
+            fill(holder, before, others)
         for generator, state in self.generators:
             _set_state(generator, state)
         return now
@@ -162,8 +179,9 @@ def numbers_kept(root: nn.Module) -> dict[str, Any]:
     Of an attribute that has several there is a list.
     """
     found: dict[str, list[Any]] = {}
+    modules = list(root.modules())
     for name, module in root.named_modules():
-        for attribute, value in _attributes(module).items():
+        for attribute, value in attributes_of(module).items():
             place = f"{name}.{attribute}" if name else attribute
             numbers = found[place] = []
 
@@ -171,11 +189,14 @@ def numbers_kept(root: nn.Module) -> dict[str, Any]:
                 if type(each) is torch.Tensor and _has_values(each):
                     numbers.append(_values(each))
 
-            for holder in _holders((), note, [value]):
-                items = list(_items(holder))
+            for holder in Search(note, modules).of_values([value]):
+                content = copied(holder)
+                if is_array(content):
+                    numbers.append(memoryview(content).tobytes())
+                items = list(items_of(content))
                 numbers.append(len(items))
-                numbers += [each for each in items if type(each) in _PLAIN]
-            if type(value) in _PLAIN:
+                numbers += [each for each in items if type(each) in PLAIN]
+            if type(value) in PLAIN:
                 numbers.append(value)
     return found
 
@@ -191,95 +212,16 @@ def first_difference(first: dict[str, Any], second: dict[str, Any]) -> str | Non
     return None
 
 
-# -- what modules have ----------------------------------------------------------------------------
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OWN}
-
-
-def _holders(
-    modules: Iterable[nn.Module], note: Callable[[Any], None], values: Iterable[Any] = ()
-) -> Iterator[Any]:
-    """Everything that holds values: modules, and containers and objects in their attributes.
-
-    `note` is called for each tensor and each generator; `values` are looked into, too.
-    """
-    waiting = collections.deque(values)
-    for module in modules:
-        yield module
-        waiting.extend(_attributes(module).values())
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST:
-        value = waiting.popleft()
-        if type(value) in _PLAIN or isinstance(value, _SKIPPED) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor) or _is_generator(value):
-            note(value)
-        elif isinstance(value, (dict, list, set, collections.deque)):
-            if len(value) <= _LONGEST:
-                yield value
-                waiting.extend(_items(value))
-        elif isinstance(value, (tuple, frozenset)):
-            waiting.extend(value if len(value) <= _LONGEST else ())
-        elif not type(value).__module__.startswith("torch."):
-            own = getattr(value, "__dict__", None)
-            if type(own) is dict and len(own) <= _LONGEST:
-                yield own
-                waiting.extend(own.values())
-
-
-def _copy(holder: Any) -> _Content:
-    if isinstance(holder, nn.Module):
-        return _attributes(holder)
-    if isinstance(holder, dict):
-        return dict(holder)
-    return set(holder) if isinstance(holder, set) else list(holder)
-
-
-def _items(content: Any) -> Iterable[Any]:
-    return content.values() if isinstance(content, dict) else content
-
-
-def _is_same(first: _Content, second: _Content) -> bool:
-    """Whether two copies have the same objects, or equal numbers."""
-    if len(first) != len(second):
-        return False
-    if isinstance(first, dict):
-        return all(key in second and _is_one(value, second[key]) for key, value in first.items())
-    if isinstance(first, set):
-        return {*map(id, first)} == {*map(id, second)}
-    return all(map(_is_one, first, second))
-
-
-def _is_one(first: Any, second: Any) -> bool:
-    return first is second or (
-        type(first) in _PLAIN and type(first) is type(second) and first == second
-    )
-
-
-def _fill(holder: Any, content: _Content, others: dict[int, torch.Tensor]) -> None:
-    """Give a holder what it had, with other tensors in place of some."""
-    if isinstance(holder, nn.Module):
-        table = vars(holder)
-        for name in _attributes(holder).keys() - content.keys():
-            del table[name]
-        table.update({name: others.get(id(value), value) for name, value in content.items()})
-        return
-    if isinstance(holder, dict):
-        holder.clear()
-        holder.update({key: others.get(id(value), value) for key, value in content.items()})
-        return
-    items = [others.get(id(value), value) for value in content]
-    holder.clear()
-    if isinstance(holder, set):
-        holder.update(items)
-    else:
-        holder.extend(items)
-
-
 # -- tensors and generators -----------------------------------------------------------------------
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its own values: not one that is a part of another, or of a trace."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is nn.Parameter:
+        return True
+    plain = kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return plain and not kind.__module__.startswith("torch.")
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
@@ -301,7 +243,7 @@ def _has_changed(tensor: torch.Tensor, version: int, values: torch.Tensor) -> bo
     """
     if tensor._version != version:
         return True
-    if tensor.device.type != "cpu" or not tensor.is_floating_point():
+    if tensor.device.type != "cpu" or not tensor.is_floating_point() or not _has_values(tensor):
         return False
     with _disable_current_modes(), torch.no_grad():
         return not torch.equal(tensor.detach(), values) and not _are_equal(tensor.detach(), values)
@@ -313,19 +255,12 @@ def _are_equal(first: Any, second: Any) -> bool:
             return False
         if first.dtype is not second.dtype or first.device != second.device:
             return False
+        if not _has_values(first):  # they are asked about as they have changed
+            return False
         with _disable_current_modes():
             return bool(((first == second) | ((first != first) & (second != second))).all())
     return type(first) is type(second) and (
         repr(first) == repr(second) if isinstance(first, (float, complex)) else first == second
-    )
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, (torch.Generator, random.Random)):
-        return not isinstance(value, random.SystemRandom)  # which has no state
-    arrays = sys.modules.get("numpy")
-    return arrays is not None and isinstance(
-        value, (arrays.random.Generator, arrays.random.RandomState)
     )
 
 

@@ -94,18 +94,22 @@ def recompute(
     the same random numbers, also those of Python and NumPy.
 
     With `compares` the first call in training is repeated at once and compared: a module may keep
-    something else, such as an array of NumPy, and would have other gradients without a word. It
+    something else, such as an iterator, and would have other gradients without a word. It
     raises a TaskError then. What ranks exchange in the call they exchange once more, for which all
     of them have to make their first call together, as they do all others of such a module.
     """
     forward = unit.forward
-    recomputed = functools.partial(
-        checkpoint,
-        forward,
-        use_reentrant=False,
-        early_stop=not to_end,
-        context_fn=functools.partial(_contexts, unit, keep_products),
-    )
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            early_stop=not to_end,
+            context_fn=functools.partial(_contexts, unit, keep_products, (args, kwargs)),
+            **kwargs,
+        )
+
     unit.forward = _ComparedOnce(unit, forward, recomputed) if compares else recomputed
 
 
@@ -196,11 +200,14 @@ class _ComparedOnce:
         kept: _Kept = []
         changes: list[Changes] = []
         repeats = [begin() for begin in self._watching]
-        with _noting(self._unit, kept, changes):
+        with _noting(self._unit, (args, kwargs), kept, changes):
             output = self._recomputed(*args, **kwargs)
         after = _Drawn((args, kwargs))
         # A list that is passed to blocks may collect their losses: once each.
         given = KeptValues((), (args, kwargs))
+        known = KeptValues(self._unit.modules(), (), (args, kwargs))
+        if known.unknown:
+            raise self._refusal(f"has {known.unknown}, and may not compute the same")
         try:
             drawn.restore()
             watched = [repeat() for repeat in repeats]
@@ -217,7 +224,7 @@ class _ComparedOnce:
             raise self._refusal(f"fails ({reason})") from error
         finally:
             after.restore()
-        if given.undo_containers() or _differ(output, again):
+        if given.undo_containers() or known.has_moved or _differ(output, again):
             raise self._refusal("computes something else")
         return output
 
@@ -234,9 +241,9 @@ class _ComparedOnce:
         return TaskError(
             f"checkpoint_activations: a {name} {what} "
             "when it is called once more with the same inputs, as the backward pass does: it "
-            "changes its inputs, or something that is not given back to it, such as an array "
-            "of NumPy, a module in a list, or a variable outside of it; keep numbers, "
-            "tensors or lists in its attributes, or set checkpoint_activations = false"
+            "changes its inputs, or something that is not given back to it, such as the place of "
+            "an iterator, or a variable outside of it; keep numbers, tensors or lists in its "
+            "attributes, or set checkpoint_activations = false"
         )
 
 
@@ -325,12 +332,12 @@ def _tolerance(device_type: str, dtype: torch.dtype) -> float:
     return max(_GPU_TOLERANCE, _ROUNDINGS * torch.finfo(dtype).eps)
 
 
-def _contexts(unit: nn.Module, keep_products: bool) -> tuple[Any, Any]:
-    """What the two calls run within."""
+def _contexts(unit: nn.Module, keep_products: bool, given: Any) -> tuple[Any, Any]:
+    """What the two calls run within; `given` are the arguments of both."""
     before = HostGenerators.now() if torch.is_grad_enabled() else None
     kept: _Kept = []
     changes: list[Changes] = []
-    first: Any = _noting(unit, kept, changes)
+    first: Any = _noting(unit, given, kept, changes)
     second: Any = _Repeating(kept, changes, before)
     if not keep_products:
         return first, second
@@ -387,8 +394,11 @@ def _refusing_changes(unit: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting(unit: nn.Module, kept: _Kept, changes: list[Changes]) -> Iterator[None]:
-    """Keep the values of the buffers that may change, and of attributes that have changed."""
+def _noting(unit: nn.Module, given: Any, kept: _Kept, changes: list[Changes]) -> Iterator[None]:
+    """Keep the values of the buffers that may change, and of attributes that have changed.
+
+    So are containers and objects in what the unit is `given`, such as a list of losses.
+    """
     if not torch.is_grad_enabled():  # there is no second call
         yield
         return
@@ -399,7 +409,7 @@ def _noting(unit: nn.Module, kept: _Kept, changes: list[Changes]) -> Iterator[No
         for name, buffer in buffers.items()
         if buffer is not None
     ]
-    attributes = KeptValues(unit.modules())
+    attributes = KeptValues(unit.modules(), (), given)
     yield
     changes.append(attributes.changed())
     for table, name, buffer, version, values in before:

@@ -411,7 +411,7 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
     return " ".join(
         f"{name} {value:.1%}"
         if name in ("accuracy", f"{PUBLIC}accuracy", f"{DEVICES}accuracy")
-        else f"{name} {value:.4g}"
+        else f"{in_a_line(name)} {value:.4g}"  # it is the task's, or a datacenter's
         for name, value in sorted(metrics.items())
         if _is_shown(name)
     )

@@ -164,6 +164,16 @@ def test_a_page_says_what_else_happened_as_the_printed_report_does(make_job, tmp
     assert "<script" not in page
 
 
+def test_the_name_of_a_metric_cannot_change_how_a_line_is_read(make_job, tmp_path):
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    store.plan(planned_attempt(1))
+    store.commit(round_record(1, [], metrics={"a\u202eb\nc": 0.5}), CommittedState())
+    printed = io.StringIO()
+    show(read_report(store), Console(file=printed, width=500))
+    assert "a\\u202eb\\nc 0.5" in printed.getvalue()
+    assert "\u202e" not in html_page(read_report(store))
+
+
 def test_a_page_is_written_without_the_console_and_its_server():
     script = (
         "import sys; import isthmus_server.read.pages.report_page; "

@@ -150,6 +150,12 @@ def read_spending(run_dir: Path, *, of_each: bool = False) -> Spending:
         privacy = store.job.privacy
         state = store.run_state()
         promised = PromisedToExamples.of(store.job)
+        has_others = promised is not None or store.job.datacenter.privacy is not None
+        if of_each and privacy is None and has_others:
+            raise UserError(
+                f"{run_dir} is a run without [privacy], which protects each device as a whole: "
+                "only examples have a budget, and no device is charged; leave out --devices"
+            )
         if privacy is None and store.job.datacenter.privacy is None and promised is not None:
             return _of_devices_alone(promised)
         if privacy is None and store.job.datacenter.privacy is None:

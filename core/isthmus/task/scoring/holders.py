@@ -1,0 +1,360 @@
+"""What Python objects hold, found from some of them: so that it can be copied, and put back.
+
+A *holder* is an object whose content changes in place: a dict, list, set or deque, an array, the
+attributes or slots of an object, or a variable that a function closes over.
+
+>>> losses = [0.5]
+>>> (holder,) = Search().of_values([(losses.append,)])
+>>> before = copied(holder)
+>>> losses.append(0.25)
+>>> is_same(copied(holder), before)
+False
+>>> fill(holder, before, {})
+>>> losses
+[0.5]
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import functools
+import gc
+import io
+import itertools
+import operator
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from isthmus.task.definition import Task
+
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of every module, where PyTorch keeps parameters, buffers, other modules and hooks."""
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+"""Types of values that never change."""
+_SKIPPED = (Task, type, types.ModuleType, io.IOBase)
+_BUILTIN = frozenset({dict, list, set, frozenset, tuple, collections.deque, torch.Tensor})
+"""Types whose objects have no attributes of their own."""
+_LIBRARIES = ("torch.", "isthmus.", "isthmus_")
+"""Beginnings of the names of modules whose functions and slots keep nothing of a model."""
+_MOST = 100_000
+"""Most values that are looked at besides the attributes of the modules themselves."""
+_PARTS_TELL = (zip, map, filter, enumerate, itertools.chain, itertools.islice)
+"""Iterators over others, which are at another place whenever these are."""
+_HEAP_TYPE = 1 << 9
+"""CPython's flag of a class that Python code has made."""
+
+Content = Any
+"""A copy of what a holder has, without copies of what is in it."""
+
+
+class Slots:
+    """The values of an object in the slots of its classes."""
+
+    def __init__(self, owner: Any, names: tuple[Any, ...]) -> None:
+        """`names` are the descriptors of the slots."""
+        self.owner = owner
+        self.names = names
+
+
+class Search:
+    """Looks for holders in modules and other values; each is found once."""
+
+    def __init__(
+        self, note: Callable[[Any], None] = lambda each: None, known: Iterable[nn.Module] = ()
+    ) -> None:
+        """Prepare.
+
+        Args:
+            note: is called for each tensor and each generator of random numbers.
+            known: modules that are not looked into where values have them.
+        """
+        self.note = note
+        self._seen = set(map(id, known))
+        self.iterators: list[Any] = []
+        """Iterators, whose place can be read and not set."""
+        self.unknown = ""
+        """What was found that cannot be put back, or was not looked at; empty for nothing."""
+
+    def of_modules(self, modules: Iterable[nn.Module]) -> Iterator[Any]:
+        """Holders in modules, whose parameters, buffers and children callers know by name."""
+        modules = list(modules)
+        self._seen.update(map(id, modules))
+        yield from modules
+        yield from self.of_values(
+            value for module in modules for value in attributes_of(module).values()
+        )
+
+    def of_values(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Holders in values. Of modules that are among them all but the parameters."""
+        waiting = collections.deque(values)
+        while waiting:
+            value = waiting.popleft()
+            kind = type(value)
+            if kind in PLAIN or isinstance(value, _SKIPPED) or id(value) in self._seen:
+                continue
+            if _is_of_library(value):
+                continue
+            if len(self._seen) >= _MOST:
+                self.unknown = self.unknown or f"more than {_MOST} values, too many to put back"
+                return
+            self._seen.add(id(value))
+            if isinstance(value, torch.Tensor) or is_generator(value):
+                self.note(value)
+                if kind is torch.Tensor:  # others may have attributes of their frameworks
+                    yield value.__dict__
+            elif isinstance(value, nn.Module):
+                yield from (value, value._buffers, value._parameters, value._modules)
+                waiting.extend(attributes_of(value).values())
+                waiting.extend(value._buffers.values())
+                waiting.extend(value._modules.values())
+            else:
+                yield from self._of_value(value, waiting)
+
+    def _of_value(self, value: Any, waiting: collections.deque[Any]) -> Iterator[Any]:
+        if isinstance(value, (dict, list, set, collections.deque)):
+            yield value
+            waiting.extend(_changeable(items_of(value)))
+            waiting.extend(_changeable(value) if isinstance(value, dict) else ())
+        elif isinstance(value, (tuple, frozenset)):
+            waiting.extend(_changeable(value))
+        elif is_array(value):
+            if not hasattr(value, "flags") or value.flags.writeable:
+                yield value
+                waiting.extend(value.flat if _has_objects(value) else ())
+        elif isinstance(value, types.CellType):
+            yield value
+            waiting.extend(copied(value))
+        elif (inner := _inner(value)) is not None:
+            waiting.extend(inner)
+        elif not type(value).__module__.startswith("torch."):
+            self._check(value, waiting)
+        if type(value) not in _BUILTIN:
+            yield from _of_object(value, waiting)
+
+    def _check(self, value: Any, waiting: collections.deque[Any]) -> None:
+        """Note an iterator of Python's own, or a generator: nothing can put it back."""
+        if not hasattr(type(value), "__next__"):
+            return
+        if hasattr(value, "__dict__") or _slots(value):  # one of a class that Python code has made
+            return
+        if isinstance(value, _PARTS_TELL):
+            waiting.extend(gc.get_referents(value))
+        elif place_of(value) is None:
+            self.unknown = self.unknown or f"an iterator ({type(value).__name__})"
+        else:
+            self.iterators.append(value)
+
+
+def place_of(iterator: Any) -> Any:
+    """Where an iterator is; None where nothing tells it."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        known = {} if frame is None else {name: id(each) for name, each in frame.f_locals.items()}
+        return (0 if frame is None else frame.f_lasti), known
+    if isinstance(iterator, (itertools.count, itertools.repeat)):
+        return repr(iterator)
+    return operator.length_hint(iterator, -1) if hasattr(iterator, "__length_hint__") else None
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether a callable is one of PyTorch's or Isthmus's: what these note is no model's."""
+    if isinstance(value, functools.partial):
+        return _is_of_library(value.func)
+    if isinstance(value, types.MethodType):
+        return _is_of_library(value.__func__) or _is_of_library(type(value.__self__))
+    if isinstance(value, types.FunctionType):
+        # Not its `__module__`, which `functools.wraps` takes from the function that is wrapped.
+        return str(value.__globals__.get("__name__", "")).startswith(_LIBRARIES)
+    return isinstance(value, type) and value.__module__.startswith(_LIBRARIES)
+
+
+def _changeable(values: Iterable[Any]) -> Iterator[Any]:
+    return (each for each in values if type(each) not in PLAIN)
+
+
+def _inner(value: Any) -> Iterable[Any] | None:
+    """What a value has that never changes itself; None for others."""
+    if isinstance(value, (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.MappingProxyType):
+        return list(value.values())
+    if isinstance(value, types.FunctionType):
+        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]
+    return None
+
+
+def _of_object(value: Any, waiting: collections.deque[Any]) -> Iterator[Any]:
+    """The attributes and slots of an object."""
+    if type(value).__module__.startswith("torch."):
+        return
+    own = getattr(value, "__dict__", None)
+    if type(own) is dict:
+        yield own
+        waiting.extend(_changeable(own.values()))
+    if slots := _slots(value):
+        holder = Slots(value, slots)
+        yield holder
+        waiting.extend(copied(holder).values())
+
+
+def _slots(value: Any) -> tuple[Any, ...]:
+    return _slots_of(type(value))  # type: ignore[arg-type]  # a class has a hash
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> tuple[Any, ...]:
+    """The descriptors of the slots that a class and those it is made of have declared."""
+    if kind.__module__.startswith(_LIBRARIES):
+        return ()
+    return tuple(
+        each
+        for base in kind.__mro__
+        if base.__flags__ & _HEAP_TYPE and "__slots__" in vars(base)
+        for each in vars(base).values()
+        if isinstance(each, types.MemberDescriptorType)
+    )
+
+
+# -- contents -------------------------------------------------------------------------------------
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Attributes of a module that are not PyTorch's own."""
+    return {name: value for name, value in vars(module).items() if name not in _OWN}
+
+
+def copied(holder: Any) -> Content:
+    """A copy of what a holder has now."""
+    if isinstance(holder, nn.Module):
+        return attributes_of(holder)
+    if isinstance(holder, Slots):
+        found = {}
+        for slot in holder.names:
+            try:
+                found[slot] = slot.__get__(holder.owner)
+            except AttributeError:
+                continue  # it has no value
+        return found
+    if isinstance(holder, types.CellType):
+        try:
+            return [holder.cell_contents]
+        except ValueError:
+            return []  # the variable has no value
+    if isinstance(holder, dict):
+        return dict(holder)
+    if is_array(holder):
+        return holder[:] if isinstance(holder, (bytearray, array.array)) else holder.copy()
+    return set(holder) if isinstance(holder, set) else list(holder)
+
+
+def items_of(content: Content) -> Iterable[Any]:
+    """The values in a content; none of an array's, which are not objects."""
+    if is_array(content):
+        return ()
+    return content.values() if isinstance(content, dict) else content
+
+
+def is_same(first: Content, second: Content) -> bool:
+    """Whether two copies have the same objects, or equal numbers."""
+    if is_array(first):
+        return _bytes(first) == _bytes(second)
+    if len(first) != len(second):
+        return False
+    if isinstance(first, dict):
+        # Their order counts, too: that of a cache decides what is removed next.
+        return _are_same(first.keys(), second.keys()) and _are_same(first.values(), second.values())
+    if isinstance(first, set):
+        return {*map(id, first)} == {*map(id, second)}
+    return _are_same(first, second)
+
+
+def fill(holder: Any, content: Content, others: dict[int, torch.Tensor]) -> None:
+    """Give a holder what it had, with other tensors in place of some, by their identity."""
+    if is_array(holder):
+        holder[... if hasattr(holder, "flags") else slice(None)] = content
+        return
+    if isinstance(content, dict):
+        table = {key: others.get(id(value), value) for key, value in content.items()}
+        _fill_table(holder, table)
+        return
+    items = [others.get(id(value), value) for value in content]
+    # Not by the methods of its class, which may do something else.
+    if isinstance(holder, types.CellType):
+        del holder.cell_contents
+        for item in items:
+            holder.cell_contents = item
+    elif isinstance(holder, set):
+        set.clear(holder)
+        set.update(holder, items)
+    elif isinstance(holder, list):
+        list.__setitem__(holder, slice(None), items)
+    else:
+        collections.deque.clear(holder)
+        collections.deque.extend(holder, items)
+
+
+def _fill_table(holder: Any, table: dict[Any, Any]) -> None:
+    if isinstance(holder, nn.Module):
+        own = vars(holder)
+        for name in attributes_of(holder).keys() - table.keys():
+            del own[name]
+        own.update(table)
+    elif isinstance(holder, Slots):
+        for slot in holder.names:
+            if slot in table:
+                slot.__set__(holder.owner, table[slot])
+            elif slot in copied(holder):
+                slot.__delete__(holder.owner)
+    else:
+        kind = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+        kind.clear(holder)
+        kind.update(holder, table)
+
+
+def _are_same(first: Iterable[Any], second: Iterable[Any]) -> bool:
+    first, second = list(first), list(second)
+    return all(map(operator.is_, first, second)) or all(map(_is_one, first, second))
+
+
+def _is_one(first: Any, second: Any) -> bool:
+    return first is second or (
+        type(first) in PLAIN and type(first) is type(second) and first == second
+    )
+
+
+# -- arrays and generators ------------------------------------------------------------------------
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is numbers in memory that are not a tensor's."""
+    if isinstance(value, (bytearray, array.array)):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _has_objects(values: Any) -> bool:
+    return hasattr(values, "dtype") and values.dtype.hasobject
+
+
+def _bytes(values: Any) -> bytes:
+    return bytes(values.tobytes()) if hasattr(values, "tobytes") else bytes(values)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of random numbers that has a state."""
+    if isinstance(value, (torch.Generator, random.Random)):
+        return not isinstance(value, random.SystemRandom)  # which has no state
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(
+        value, (numpy.random.Generator, numpy.random.RandomState)
+    )
