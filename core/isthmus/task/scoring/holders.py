@@ -87,9 +87,7 @@ class Search:
         modules = list(modules)
         self._seen.update(map(id, modules))
         yield from modules
-        yield from self.of_values(
-            value for module in modules for value in attributes_of(module).values()
-        )
+        yield from self.of_values(value for module in modules for value in _looked_into(module))
 
     def of_values(self, values: Iterable[Any]) -> Iterator[Any]:
         """Holders in values. Of modules that are among them all but the parameters."""
@@ -111,7 +109,7 @@ class Search:
                     yield value.__dict__
             elif isinstance(value, nn.Module):
                 yield from (value, value._buffers, value._parameters, value._modules)
-                waiting.extend(attributes_of(value).values())
+                waiting.extend(_looked_into(value))
                 waiting.extend(value._buffers.values())
                 waiting.extend(value._modules.values())
             else:
@@ -161,6 +159,14 @@ def place_of(iterator: Any) -> Any:
     if isinstance(iterator, (itertools.count, itertools.repeat)):
         return repr(iterator)
     return operator.length_hint(iterator, -1) if hasattr(iterator, "__length_hint__") else None
+
+
+def _looked_into(module: nn.Module) -> list[Any]:
+    """Attributes without a `forward` that took the place of the class's.
+
+    Layouts put functions there that note what they have compared.
+    """
+    return [value for name, value in attributes_of(module).items() if name != "forward"]
 
 
 def _is_of_library(value: Any) -> bool:
