@@ -101,6 +101,60 @@ class _SkippedBlock(DecoderBlock):
         return super().forward(hidden)
 
 
+_LOSSES: list[torch.Tensor] = []
+
+
+class Collecting(Gpt):
+    """Its blocks collect losses, which the model adds to its output, and keeps nothing of them.
+
+    Setting: `place` where they are, a list of this `file`, one that only a `hook` has, or the
+    `argument` of a block.
+    """
+
+    def model(self) -> nn.Module:
+        return _Collecting(self.settings["place"])
+
+
+class _Collecting(Decoder):
+    def __init__(self, place: str) -> None:
+        super().__init__(2, tied=True, kind=_CollectingBlock)
+        self.place = place
+        self.losses: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
+        self.take = lambda: _emptied(found)
+        for block in self.blocks:
+            block.names_file = place == "file"
+            if place == "hook":
+                block.get_submodule("second").register_forward_hook(
+                    lambda module, given, output: found.append(output.float().square().mean())
+                )
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(words=words)
+        for block in self.blocks:
+            hidden = block(hidden, self.losses) if self.place == "argument" else block(hidden)
+        total = sum(_emptied(_LOSSES) + _emptied(self.losses) + self.take())
+        output: torch.Tensor = self.head(self.norm(hidden)) * (1.0 + 0.1 * total)
+        return output
+
+
+def _emptied(losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = list(losses)
+    losses.clear()
+    return found
+
+
+class _CollectingBlock(DecoderBlock):
+    names_file = False
+
+    def forward(self, hidden: torch.Tensor, losses: Any = None) -> torch.Tensor:
+        if losses is not None:
+            losses.append(hidden.float().square().mean())
+        if self.names_file:
+            _LOSSES.append(hidden.float().square().mean())
+        return super().forward(hidden)
+
+
 class Usual(Padded):
     """A model of transformers by its `kind`, with dropout where it has some.
 

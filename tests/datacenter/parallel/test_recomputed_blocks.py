@@ -188,6 +188,21 @@ def test_units_within_a_unit_train_to_the_same_bits_with_and_without(
     check_bits(cases, make_setup, on_ranks, tmp_path)
 
 
+def test_losses_that_blocks_collect_train_to_the_same_bits_with_and_without(
+    make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    """They are there once; nothing of a backward pass, or of what came before, is left for a step.
+
+    Setting up a layout calls the model, too.
+    """
+    cases: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("Collecting", "zero3", {"place": "file"}, {"accumulate": 2}),
+        ("Collecting", "tensor", {"place": "hook"}, {}),
+        ("Collecting", "zero2", {"place": "argument"}, {}),
+    ]
+    check_bits(cases, make_setup, on_ranks, tmp_path)
+
+
 def test_combined_layouts_train_to_the_same_bits_with_and_without(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:

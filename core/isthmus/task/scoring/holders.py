@@ -1,7 +1,8 @@
 """What Python objects hold, found from some of them: so that it can be copied, and put back.
 
 A *holder* is an object whose content changes in place: a dict, list, set or deque, an array, the
-attributes or slots of an object, or a variable that a function closes over.
+attributes or slots of an object, variables of a file or a class, or one that a function closes
+over.
 
 >>> losses = [0.5]
 >>> (holder,) = Search().of_values([(losses.append,)])
@@ -24,6 +25,7 @@ import io
 import itertools
 import operator
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -41,8 +43,9 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtyp
 _SKIPPED = (Task, type, types.ModuleType, io.IOBase)
 _BUILTIN = frozenset({dict, list, set, frozenset, tuple, collections.deque, torch.Tensor})
 """Types whose objects have no attributes of their own."""
-_LIBRARIES = ("torch.", "isthmus.", "isthmus_")
-"""Beginnings of the names of modules whose functions and slots keep nothing of a model."""
+_LIBRARY = re.compile(r"(torch|isthmus(_(?!task_)\w+)?)(\.|$)")
+"""Names of modules whose functions and slots keep nothing of a model; a task's file is loaded as
+`isthmus_task_...`."""
 _MOST = 100_000
 """Most values that are looked at besides the attributes of the modules themselves."""
 _PARTS_TELL = (zip, map, filter, enumerate, itertools.chain, itertools.islice)
@@ -61,6 +64,36 @@ class Slots:
         """`names` are the descriptors of the slots."""
         self.owner = owner
         self.names = names
+
+
+class Variables:
+    """Variables of a file or a class, by name."""
+
+    def __init__(self, owner: dict[str, Any] | type, names: frozenset[str]) -> None:
+        """`owner` has them, among others: the table of a file, or a class."""
+        self._owner = owner
+        self.names = names
+
+    def now(self) -> dict[str, Any]:
+        """The values of those that there are."""
+        table = vars(self._owner) if isinstance(self._owner, type) else self._owner
+        return {name: table[name] for name in self.names if name in table}
+
+    def put(self, values: dict[str, Any]) -> None:
+        """Have these values, and no other variables of these names."""
+        now = self.now()
+        for name in now.keys() - values.keys():
+            if isinstance(self._owner, type):
+                delattr(self._owner, name)
+            else:
+                del self._owner[name]
+        for name, value in values.items():
+            if name in now and now[name] is value:
+                continue
+            if isinstance(self._owner, type):
+                setattr(self._owner, name, value)
+            else:
+                self._owner[name] = value
 
 
 class Search:
@@ -97,7 +130,7 @@ class Search:
             kind = type(value)
             if kind in PLAIN or isinstance(value, _SKIPPED) or id(value) in self._seen:
                 continue
-            if _is_of_library(value):
+            if is_of_library(value):
                 continue
             if len(self._seen) >= _MOST:
                 self.unknown = self.unknown or f"more than {_MOST} values, too many to put back"
@@ -129,6 +162,10 @@ class Search:
         elif isinstance(value, types.CellType):
             yield value
             waiting.extend(copied(value))
+        elif isinstance(value, Variables):
+            yield value
+            waiting.extend(copied(value).values())
+            return
         elif (inner := _inner(value)) is not None:
             waiting.extend(inner)
         elif not type(value).__module__.startswith("torch."):
@@ -169,16 +206,25 @@ def _looked_into(module: nn.Module) -> list[Any]:
     return [value for name, value in attributes_of(module).items() if name != "forward"]
 
 
-def _is_of_library(value: Any) -> bool:
+def is_library(name: object) -> bool:
+    """Whether a module of this name is one of PyTorch's or Isthmus's.
+
+    >>> is_library("torch.nn"), is_library("isthmus_clients"), is_library("isthmus_task_mine")
+    (True, True, False)
+    """
+    return _LIBRARY.match(str(name)) is not None
+
+
+def is_of_library(value: Any) -> bool:
     """Whether a callable is one of PyTorch's or Isthmus's: what these note is no model's."""
     if isinstance(value, functools.partial):
-        return _is_of_library(value.func)
+        return is_of_library(value.func)
     if isinstance(value, types.MethodType):
-        return _is_of_library(value.__func__) or _is_of_library(type(value.__self__))
+        return is_of_library(value.__func__) or is_of_library(type(value.__self__))
     if isinstance(value, types.FunctionType):
         # Not its `__module__`, which `functools.wraps` takes from the function that is wrapped.
-        return str(value.__globals__.get("__name__", "")).startswith(_LIBRARIES)
-    return isinstance(value, type) and value.__module__.startswith(_LIBRARIES)
+        return is_library(value.__globals__.get("__name__"))
+    return isinstance(value, type) and is_library(value.__module__)
 
 
 def _changeable(values: Iterable[Any]) -> Iterator[Any]:
@@ -219,7 +265,7 @@ def _slots(value: Any) -> tuple[Any, ...]:
 @functools.lru_cache(maxsize=1024)
 def _slots_of(kind: type) -> tuple[Any, ...]:
     """The descriptors of the slots that a class and those it is made of have declared."""
-    if kind.__module__.startswith(_LIBRARIES):
+    if is_library(kind.__module__):
         return ()
     return tuple(
         each
@@ -250,6 +296,8 @@ def copied(holder: Any) -> Content:
             except AttributeError:
                 continue  # it has no value
         return found
+    if isinstance(holder, Variables):
+        return holder.now()
     if isinstance(holder, types.CellType):
         try:
             return [holder.cell_contents]
@@ -320,6 +368,8 @@ def _fill_table(holder: Any, table: dict[Any, Any]) -> None:
                 slot.__set__(holder.owner, table[slot])
             elif slot in copied(holder):
                 slot.__delete__(holder.owner)
+    elif isinstance(holder, Variables):
+        holder.put(table)
     else:
         kind = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
         kind.clear(holder)

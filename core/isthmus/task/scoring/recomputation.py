@@ -35,6 +35,7 @@ from isthmus.task.loading import user_code
 from isthmus.task.scoring.blocks import default_units
 from isthmus.task.scoring.host_generators import HostGenerators
 from isthmus.task.scoring.kept_values import Changes, KeptValues
+from isthmus.task.scoring.named_values import named_by
 
 _Kept = list[tuple[dict[str, torch.Tensor | None], str, Any]]
 """A module's table of buffers, the name of one, and its values before a call: None if it had none,
@@ -90,8 +91,9 @@ def recompute(
     Buffers that a call changes have the values of the first call's beginning in the second one, and
     keep what the first has made of them: otherwise running statistics would count each batch twice,
     and what depends on a buffer, such as spectral norm, would be computed from another. The same
-    holds for what modules keep in attributes, such as a number of calls (`KeptValues`). It draws
-    the same random numbers, also those of Python and NumPy.
+    holds for what modules keep in attributes, such as a number of calls, and add to arguments
+    (`KeptValues`); with `compares` also for what they collect elsewhere (`named_by`). It draws the
+    same random numbers, also those of Python and NumPy.
 
     With `compares` the first call in training is repeated at once and compared: a module may keep
     something else, such as an iterator, and would have other gradients without a word. It
@@ -100,17 +102,21 @@ def recompute(
     """
     forward = unit.forward
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recomputed(named: list[Any], *args: Any, **kwargs: Any) -> Any:
+        given = (named, args, kwargs)
         return checkpoint(
             forward,
             *args,
             use_reentrant=False,
             early_stop=not to_end,
-            context_fn=functools.partial(_contexts, unit, keep_products, (args, kwargs)),
+            context_fn=functools.partial(_contexts, unit, keep_products, given),
             **kwargs,
         )
 
-    unit.forward = _ComparedOnce(unit, forward, recomputed) if compares else recomputed
+    if compares:
+        unit.forward = _ComparedOnce(unit, forward, recomputed)
+    else:
+        unit.forward = functools.partial(recomputed, [])
 
 
 def recompute_blocks(task: Task, model: nn.Module, *, keep_products: bool) -> None:
@@ -161,16 +167,31 @@ class _ComparedOnce:
     """A `forward` that keeps no activations, of which the first call in training is repeated."""
 
     # No dictionary, which `KeptValues` would take for what the module keeps.
-    __slots__ = ("__wrapped__", "_is_compared", "_recomputed", "_unit", "_watching")
+    __slots__ = (
+        "__wrapped__",
+        "_changes_named",
+        "_is_compared",
+        "_recomputed",
+        "_unit",
+        "_watching",
+    )
 
     def __init__(
         self, unit: nn.Module, forward: Callable[..., Any], recomputed: Callable[..., Any]
     ) -> None:
-        """`forward` is the module's own, and `recomputed` the one that keeps no activations."""
+        """Prepare.
+
+        Args:
+            unit: the module.
+            forward: its own.
+            recomputed: one that keeps no activations; is called with what `named_by` found, too.
+        """
         self._unit = unit
         self.__wrapped__ = forward  # which tells its signature, too
         self._recomputed = recomputed
         self._is_compared = False
+        # Whether calls change what its code names; until one was compared, they may.
+        self._changes_named = True
         self._watching: list[BeginCall] = []
 
     def watch(self, begin: BeginCall) -> None:
@@ -187,7 +208,8 @@ class _ComparedOnce:
         outside = _is_within_unit.set(True)
         try:
             if not compares:
-                return self._recomputed(*args, **kwargs)
+                named = named_by(self._unit) if self._changes_named else []
+                return self._recomputed(named, *args, **kwargs)
             self._is_compared = True
             return self._compared(args, kwargs)
         finally:
@@ -200,11 +222,15 @@ class _ComparedOnce:
         kept: _Kept = []
         changes: list[Changes] = []
         repeats = [begin() for begin in self._watching]
-        with _noting(self._unit, (args, kwargs), kept, changes):
-            output = self._recomputed(*args, **kwargs)
+        named = named_by(self._unit)
+        elsewhere = KeptValues((), (), named)
+        with _noting(self._unit, (named, args, kwargs), kept, changes):
+            output = self._recomputed(named, *args, **kwargs)
+        self._note_changes(bool(elsewhere.changed().holders))
         after = _Drawn((args, kwargs))
         # A list that is passed to blocks may collect their losses: once each.
         given = KeptValues((), (args, kwargs))
+        versions = [(each, each._version) for each in named if _has_version(each)]
         known = KeptValues(self._unit.modules(), (), (args, kwargs))
         if known.unknown:
             raise self._refusal(f"has {known.unknown}, and may not compute the same")
@@ -224,9 +250,17 @@ class _ComparedOnce:
             raise self._refusal(f"fails ({reason})") from error
         finally:
             after.restore()
-        if given.undo_containers() or known.has_moved or _differ(output, again):
+        is_written = any(each._version != version for each, version in versions)
+        if given.undo_containers() or is_written or known.has_moved or _differ(output, again):
             raise self._refusal("computes something else")
         return output
+
+    def _note_changes(self, changes_named: bool) -> None:
+        """Note it of those within as well, which are not compared by themselves."""
+        for module in self._unit.modules():
+            forward = vars(module).get("forward")
+            if isinstance(forward, _ComparedOnce):
+                forward._changes_named = changes_named
 
     def _is_to_be_compared(self, arguments: Any) -> bool:
         if self._is_compared or not torch.is_grad_enabled() or _is_within_unit.get():
@@ -245,6 +279,11 @@ class _ComparedOnce:
             "an iterator, or a variable outside of it; keep numbers, tensors or lists in its "
             "attributes, or set checkpoint_activations = false"
         )
+
+
+def _has_version(value: Any) -> bool:
+    """Whether it is a tensor that knows how often it was written to."""
+    return isinstance(value, torch.Tensor) and not value.is_inference()
 
 
 def _uncounted() -> contextlib.AbstractContextManager[None]:
