@@ -7,6 +7,8 @@ import contextvars
 import dataclasses
 import functools
 import queue
+import sys
+import sysconfig
 import threading
 import types
 import weakref
@@ -438,6 +440,20 @@ def test_an_output_that_depends_on_what_was_collected_is_that_without_recomputat
         SCALES.clear()
         found.append(trained(blocks_of(Scaled), lambda: 0.0, **settings))
     assert all(map(torch.equal, *found))
+
+
+def test_what_an_installed_package_keeps_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have threads, which would lose what they were given, as those of a journal."""
+    journal: Any = types.ModuleType("journal_of_steps")
+    journal.__path__ = [f"{sysconfig.get_path('purelib')}/journal_of_steps"]
+    journal.lines = []
+    exec("def write(line):\n    lines.append(line)\n", vars(journal))
+    monkeypatch.setitem(sys.modules, "journal_of_steps", journal)
+    monkeypatch.setitem(globals(), "JOURNAL", journal)
+    block = Block(lambda loss: JOURNAL.write("a call"))  # type: ignore[name-defined]  # noqa: F821
+    recompute(block, compares=True)
+    block(torch.randn(12, 16)).sum().backward()
+    assert journal.lines == ["a call"] * 3
 
 
 def tables_of(steps: int) -> torch.Tensor:
