@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -76,13 +76,9 @@ class Members(Enrolments):
         self._writer_thread.shutdown()
         self.registry.close()
 
-    def clients(self) -> set[str]:
+    def clients(self) -> Iterator[str]:
         """Names of the devices that have joined and may connect."""
-        return {
-            entry.name
-            for entry in self.registry.participants()
-            if entry.kind == "client" and entry.revoked is None and entry.not_after is not None
-        }
+        return self.registry.clients()
 
     @property
     def authority_certificate(self) -> x509.Certificate:

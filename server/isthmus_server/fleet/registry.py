@@ -29,6 +29,9 @@ from isthmus_server.storage.sealed_database import SealedDatabase, database_erro
 REPEAT_SECONDS = 600.0
 """Period after the use of a token in which its user can get the same certificate again."""
 
+_PART = 1000
+"""Names that are read at a time."""
+
 MAX_CERTIFICATES = 1000
 """Maximum number of valid certificates of one participant; it exceeds what a participant needs that
 repeatedly fails to store the next one."""
@@ -79,6 +82,10 @@ class ParticipantList(Protocol):
 
     def revoked_names(self) -> set[str]:
         """Names of participants that are revoked, and have not joined again."""
+        ...
+
+    def clients(self) -> Iterator[str]:
+        """Names of the edge devices that are not revoked; only as many are read as are taken."""
         ...
 
     def close(self) -> None:
@@ -381,8 +388,24 @@ class Registry:
 
     def revoked_names(self) -> set[str]:
         """Return the names of participants that are revoked, and have not joined again."""
-        query = "SELECT name FROM participants WHERE revoked IS NOT NULL"
+        # By their keys, which have an index: it is asked at each change of a large registry.
+        query = (
+            "SELECT p.name FROM revoked_identities r JOIN participants p USING (identity) "
+            "WHERE p.revoked IS NOT NULL"
+        )
         return {name for (name,) in self._db.execute(query)}
+
+    def clients(self) -> Iterator[str]:
+        """Yield the names of edge devices that are not revoked; reads only those that are taken."""
+        query = (
+            "SELECT name FROM participants "
+            "WHERE name>? AND kind='client' AND revoked IS NULL ORDER BY name LIMIT ?"
+        )
+        last = ""
+        # In parts, each to its end: an open query would keep the file from being written.
+        while rows := self._db.execute(query, (last, _PART)).fetchall():
+            for (last,) in rows:
+                yield last
 
     # -- internals ---------------------------------------------------------------------------------
 

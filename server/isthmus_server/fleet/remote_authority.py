@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -203,6 +203,12 @@ class RegistryCopy:
     def revoked_names(self) -> set[str]:
         """Return the names of participants that are revoked, and have not joined again."""
         return {name for name in self._members if self.is_revoked(name)}
+
+    def clients(self) -> Iterator[str]:
+        """Yield the names of edge devices that are not revoked."""
+        for name, member in self._members.items():
+            if member.kind == "client" and not member.HasField("revoked"):
+                yield name
 
     def devices(self) -> int:
         """Number of edge devices, at least 1."""

@@ -427,7 +427,7 @@ class CohortSelector:
         left = sum(roster.seconds_until_available(name) < math.inf for name in roster.clients)
         needed = self._job.federated.needed
         # Of fewer devices than a quorum nobody knows how many more will join.
-        return len(roster.clients) >= needed and left + roster.absent_available() >= needed
+        return len(roster.clients) >= needed and roster.may_come(needed - left)
 
     def _unmasked(
         self,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import heapq
+import itertools
 import logging
 import math
 import time
@@ -225,10 +226,22 @@ class ParticipantRoster(ParticipantListener):
         """Seconds until a ready device may be invited: 0 now, infinity never."""
         return self._availability.seconds_until(name, self.clients[name].hours)
 
-    def absent_available(self) -> int:
-        """Devices that are known and not ready, and may be invited once they are."""
-        names = self._absent(self._link.enrolments.clients()) | self._fetching.keys()
-        return sum(self._availability.seconds_until(name, ()) < math.inf for name in names)
+    def may_come(self, wanted: int) -> bool:
+        """Whether so many devices are known and not ready, and may be invited once they are."""
+        near = self._absent(set()) | self._fetching.keys()
+        others = near | self.clients.keys() | self._declined.keys()
+        # One by one, and no more than it takes: a million may have joined.
+        joined = (
+            name
+            for name in self._link.enrolments.clients()
+            if name not in others and self._link.admits(name)
+        )
+        usable = (
+            name
+            for name in itertools.chain(near, joined)
+            if self._availability.seconds_until(name, ()) < math.inf
+        )
+        return sum(1 for _ in itertools.islice(usable, wanted)) == wanted
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -475,13 +488,14 @@ class ParticipantRoster(ParticipantListener):
         population = self._link.enrolments.population()
         if self._link.check_ins.schedule(population) is not None:
             return self._absent(set())  # the others come by schedule, and not for this round
-        return self._absent(self._link.enrolments.clients())
+        return self._absent(set(self._link.enrolments.clients()))
 
     def _absent(self, names: set[str]) -> set[str]:
         """Devices not ready, of these and of those that are connected or have taken part."""
         # A device that has taken part is expected again: it may only be restarting.
         names = names | self._availability.attendance.records.keys() | self._connected()
         names = names - self.clients.keys() - self._declined.keys() - self._fetching.keys()
+        names -= self._link.enrolments.revoked_names  # it may have taken part, and never does again
         return {name for name in names if self._link.admits(name)}
 
     def _connected(self) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from isthmus.errors import AdmissionRefused
 from isthmus.identity.tls import Subject
@@ -65,9 +65,12 @@ class Enrolments:
         """The certificate (PEM) that signs those of participants; None if they have none."""
         return None
 
-    def clients(self) -> set[str]:
-        """Names of the devices that have joined; none where every participant is admitted."""
-        return set()
+    def clients(self) -> Iterator[str]:
+        """Names of the devices that have joined; none where every participant is admitted.
+
+        Only as many are read as are taken.
+        """
+        return iter(())
 
     async def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> Subject | None:
         """Check that a participant may connect.

@@ -136,7 +136,7 @@ async def test_a_run_waits_for_devices_with_budget_that_have_joined_and_are_away
 ):
     """It would end for good, whose second half of the devices was disconnected for a moment."""
     await deployment.start()
-    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: set("abcdef"))
+    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: iter("abcdef"))
     store = deployment.create_run("run", *ONCE)
     coordinator = Coordinator(RunParts.of(store, deployment.link))
 
@@ -156,7 +156,7 @@ async def test_a_run_is_paused_only_for_devices_that_can_make_a_quorum(
     deployment, monkeypatch, timeouts, joined, ends
 ):
     await deployment.start()
-    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: set(joined))
+    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: iter(joined))
     store = deployment.create_run("run", *ONCE, "time.join_seconds=77")
     coordinator = Coordinator(RunParts.of(store, deployment.link))
 

@@ -88,7 +88,7 @@ class LateDevice:
 async def run_with_late_device(deployment, network, timeouts, late, *settings):
     """Ten rounds with three devices that stay and one that is late; the store and the terminal."""
     await deployment.start()
-    deployment.link.enrolments.clients = lambda: set("abcd")
+    deployment.link.enrolments.clients = lambda: iter("abcd")
     store = deployment.create_run("run", *SETTINGS, *settings)
     shown = io.StringIO()
     events = EventStream()

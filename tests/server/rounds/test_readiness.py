@@ -1,6 +1,7 @@
 """A round waits for its whole cohort, for a while and only while more devices are expected."""
 
 import asyncio
+import itertools
 
 import pytest
 from tests.server.rounds.results import invited_devices
@@ -20,7 +21,7 @@ SETTINGS = ("federated.clients=0", "federated.cohort=4", "federated.quorum=3", "
 async def run_with_four_enrolled(deployment, monkeypatch, on_wait, clock=None):
     """A run with devices a, b, c, and with d, which has joined the server and is not connected."""
     await deployment.start()
-    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: set("abcd"))
+    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: iter("abcd"))
     store = deployment.create_run("run", *SETTINGS, "time.cohort_seconds=77")
     coordinator = Coordinator(RunParts.of(store, deployment.link, clock=clock))
     waits = []
@@ -52,6 +53,34 @@ async def test_a_device_that_does_not_come_is_awaited_once(deployment, timeouts,
     invited, waits = await run_with_four_enrolled(deployment, monkeypatch, pass_time, clock)
     assert invited == [["a", "b", "c"]] * 2
     assert len(waits) == 1
+
+
+async def test_a_revoked_device_that_has_taken_part_is_expected_no_more(deployment, monkeypatch):
+    """Others may come; a run would wait for this one until somebody ends it."""
+    await deployment.start()
+    store = deployment.create_run("run", *SETTINGS, "rounds=1")
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    await coordinator.run()
+    roster = coordinator.roster
+    lost = roster.clients.pop("a")
+    roster.left(deployment.link.peers.pop(lost.name), "it has left")
+    assert roster.may_come(1)
+    assert not roster.may_come(2)
+    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: iter("bcd"))
+    deployment.link.enrolments.revoked_names = {"a"}
+    assert roster.may_come(1)
+    assert not roster.may_come(2)
+
+
+async def test_no_more_devices_are_read_than_it_takes_to_wait(deployment, monkeypatch):
+    """A million may have joined."""
+    await deployment.start()
+    store = deployment.create_run("run", *SETTINGS)
+    roster = Coordinator(RunParts.of(store, deployment.link)).roster
+    names = itertools.count()
+    monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: map(str, names))
+    assert roster.may_come(10)
+    assert next(names) <= 10
 
 
 async def test_a_round_is_not_begun_without_the_datacenter_that_it_is_planned_with(deployment):

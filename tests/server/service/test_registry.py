@@ -147,6 +147,22 @@ def test_a_name_belongs_to_one_participant_until_it_is_revoked(registry):
         registry.check(subject("a"))
 
 
+def test_devices_and_revoked_names_are_those_of_now(registry, monkeypatch):
+    monkeypatch.setattr(module, "_PART", 2)  # several parts
+    kinds = {"e": "client", "d": "datacenter", "c": "client", "b": "client", "a": "client"}
+    for name, kind in kinds.items():
+        allow(registry, name, name.encode(), kind)
+        redeem(registry, name.encode(), kind, name.encode() * 32, name)
+    registry.revoke("c")
+    registry.revoke("d")
+    assert list(registry.clients()) == ["a", "b", "e"]
+    assert registry.revoked_names() == {"c", "d"}
+    allow(registry, "c", b"again")
+    redeem(registry, b"again", "client", b"n" * 32, "again")
+    assert list(registry.clients()) == ["a", "b", "c", "e"]
+    assert registry.revoked_names() == {"d"}
+
+
 def test_a_revoked_identity_is_never_accepted_again(registry):
     allow(registry, "a")
     redeem(registry)
