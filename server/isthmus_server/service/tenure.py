@@ -30,7 +30,15 @@ from isthmus.errors import TakenOver, UserError
 from isthmus.system.file_lock import LockTaken, file_lock, is_locked
 from isthmus.system.private_files import create_state_file
 from isthmus_server.runs.jobs.queue import JobQueue, check
-from isthmus_server.storage.fence import QUEUE, STANDBY, Fence, Takeover, epoch_of, write_lock
+from isthmus_server.storage.fence import (
+    QUEUE,
+    STANDBY,
+    Fence,
+    KeptTakeover,
+    Takeover,
+    epoch_of,
+    write_lock,
+)
 from isthmus_server.storage.sealed_database import database_error
 
 BEAT_SECONDS = 2.0
@@ -87,7 +95,7 @@ class Tenure:
         *,
         beats: bool,
         takeover: Takeover | None = None,
-        earlier: Sequence[Takeover] = (),
+        earlier: Sequence[KeptTakeover] = (),
     ) -> None:
         """The directory is locked, and its epoch raised; `beats`: a standby may wait."""
         self.fence = fence
@@ -503,8 +511,10 @@ def _write_serving(state: Path, epoch: int) -> None:
 def _keep_takeover(state: Path, epoch: int, takeover: Takeover) -> None:
     """Keep a takeover for a later server: this one may end before it writes it to its runs."""
     try:
+        runs = [each.parent.name for each in (state / "runs").glob("*/job.json")]
         with _written(state) as database:
-            row = (epoch, json.dumps(dataclasses.asdict(takeover)))
+            kept = {"takeover": dataclasses.asdict(takeover), "runs": runs}
+            row = (epoch, json.dumps(kept))
             database.execute("INSERT OR REPLACE INTO takeovers VALUES (?, ?)", row)
             database.execute(
                 "DELETE FROM takeovers WHERE epoch NOT IN "
@@ -515,15 +525,22 @@ def _keep_takeover(state: Path, epoch: int, takeover: Takeover) -> None:
         log.warning("this server cannot keep its takeover: %s", error)
 
 
-def _takeovers_before(state: Path, epoch: int) -> list[Takeover]:
+def _takeovers_before(state: Path, epoch: int) -> list[KeptTakeover]:
     """The kept takeovers of servers before that of an epoch; none where they cannot be read."""
     if not (state / STANDBY).exists():
         return []
     query = "SELECT takeover FROM takeovers WHERE epoch < ? ORDER BY epoch"
     try:
         with contextlib.closing(_connected(state)) as database:
-            return [Takeover(**json.loads(text)) for (text,) in database.execute(query, (epoch,))]
-    except (sqlite3.Error, OSError, ValueError, TypeError):  # of another version, or damaged
+            rows = [json.loads(text) for (text,) in database.execute(query, (epoch,))]
+        return [KeptTakeover(Takeover(**row["takeover"]), frozenset(row["runs"])) for row in rows]
+    except (
+        sqlite3.Error,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+    ):  # of another version, or damaged
         return []
 
 

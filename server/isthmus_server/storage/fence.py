@@ -56,6 +56,15 @@ class Takeover:
     """Why, in words that follow after a name: `had ended`, `was gone` or that it was silent."""
 
 
+@dataclasses.dataclass(frozen=True)
+class KeptTakeover:
+    """A takeover by another server, which may have ended before it wrote it to the runs."""
+
+    takeover: Takeover
+    runs: frozenset[str]
+    """Names of the runs that had begun: no clock of two machines tells that afterwards."""
+
+
 class Fence:
     """The epoch of one server process in its state directory.
 

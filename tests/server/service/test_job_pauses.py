@@ -18,7 +18,7 @@ from isthmus_server.runs.jobs import queue as job_queue
 from isthmus_server.runs.jobs import runner
 from isthmus_server.runs.jobs.queue import JobQueue
 from isthmus_server.storage.events import JobPaused, RoundCommitted, WaitingForParticipants
-from isthmus_server.storage.fence import Takeover
+from isthmus_server.storage.fence import KeptTakeover, Takeover
 from isthmus_server.storage.sealed_database import SealedDatabase
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.peer import ParticipantListener
@@ -165,11 +165,13 @@ async def test_a_takeover_is_in_the_runs_that_were_taken_over_and_in_no_later_on
     await wait_until(lambda: queue.get(earlier).state == "paused")
     operated.runner.leave()
     await wait_until(lambda: not operated.runner._running)
-    before_all = Takeover(time.time() - 3600, "process 1 on a", "process 0 on c", "was gone")
-    takeover = Takeover(time.time(), "process 2 on b", "process 1 on a", "was gone")
+    # The clock of the first machine is an hour ahead, and that of the second behind.
+    ahead = Takeover(time.time() + 3600, "process 1 on a", "process 0 on c", "was gone")
+    takeover = Takeover(time.time() - 3600, "process 2 on b", "process 1 on a", "was gone")
+    before_all = KeptTakeover(ahead, frozenset())
     took = {"takeover": takeover, "earlier": [before_all]}
     if killed:
-        took = {"earlier": [before_all, takeover]}
+        took = {"earlier": [before_all, KeptTakeover(takeover, frozenset({earlier}))]}
     observers = operated.runner.observers
     again = runner.JobRunner(operated.link, operated.state, observers, **took)
     with contextlib.closing(again.queue):

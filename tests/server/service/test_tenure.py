@@ -190,7 +190,8 @@ def test_a_later_server_knows_of_standbys_that_were_killed_after_they_took_over(
     processes[-1].kill()
     processes[-1].wait(50)
     with begin(state, standby=standby, tell=print) as mine:
-        assert [(each.by, each.before, each.why) for each in mine.earlier] == [
+        takeovers = [each.takeover for each in mine.earlier]
+        assert [(each.by, each.before, each.why) for each in takeovers] == [
             (f"process {by.pid} on {HERE}", f"process {before.pid} on {HERE}", "was gone")
             for before, by in itertools.pairwise(processes)
         ]
@@ -200,15 +201,20 @@ def test_a_later_server_knows_of_standbys_that_were_killed_after_they_took_over(
 def test_the_last_takeovers_are_kept_and_damage_to_them_ends_no_server(state):
     with begin(state, standby=True, tell=print):
         pass
+    for name in ("begun", "queued"):
+        (state / "runs" / name).mkdir(parents=True)
+    (state / "runs" / "begun" / "job.json").touch()
     for epoch in range(tenure._TAKEOVERS + 5):
         tenure._keep_takeover(state, epoch, Takeover(float(epoch), "b", "a", "was gone"))
     kept = tenure._takeovers_before(state, epoch)
-    assert [each.at for each in kept] == list(range(5, epoch))
-    with contextlib.closing(sqlite3.connect(state / "standby.sqlite")) as database:
-        database.execute("UPDATE takeovers SET takeover='of another version'")
-        database.commit()
-    with begin(state, standby=True, tell=print) as mine:
-        assert mine.earlier == []
+    assert [each.takeover.at for each in kept] == list(range(5, epoch))
+    assert {each.runs for each in kept} == {frozenset({"begun"})}
+    for damaged in ("of another version", "{}", "[]"):
+        with contextlib.closing(sqlite3.connect(state / "standby.sqlite")) as database:
+            database.execute("UPDATE takeovers SET takeover=?", (damaged,))
+            database.commit()
+        with begin(state, standby=True, tell=print) as mine:
+            assert mine.earlier == []
 
 
 def test_of_two_standbys_one_takes_over_and_the_other_waits_on(state, serving):

@@ -41,7 +41,7 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
     attempt_event,
 )
-from isthmus_server.storage.fence import Fence, Takeover
+from isthmus_server.storage.fence import Fence, KeptTakeover, Takeover
 from isthmus_server.storage.sealed_database import database_error
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.job_link import JobLink, LinkView, SharedLink
@@ -82,7 +82,7 @@ class JobRunner:
         at_once: int = 1,
         fence: Fence | None = None,
         takeover: Takeover | None = None,
-        earlier: Sequence[Takeover] = (),
+        earlier: Sequence[KeptTakeover] = (),
     ) -> None:
         """Open the queue.
 
@@ -167,11 +167,9 @@ class JobRunner:
         # Jobs can still run if it fails: only their logs then lack the takeover.
         with contextlib.suppress(sqlite3.Error, OSError):
             for entry in self.queue.entries(0):
-                description = self.runs / entry.id / "job.json"
-                if not description.exists():
+                if not (self.runs / entry.id / "job.json").exists():
                     continue
-                begun = description.stat().st_mtime  # it is written when there is a run
-                earlier = [each for each in self._earlier if each.at > begun]
+                earlier = [each.takeover for each in self._earlier if entry.id in each.runs]
                 self._inherited[entry.id] = [*earlier, *mine]
 
     def _interrupted(self) -> str:
