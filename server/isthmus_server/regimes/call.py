@@ -311,7 +311,7 @@ async def call(
     except (UpdateError, PeerMisbehaved, AdmissionRefused) as error:
         why = str(error)
         if reply is not None and reply.WhichOneof("outcome") == outcome:
-            why += _or_its_aggregator(link.peers.get(name), error)
+            why += _or_its_aggregator(link.peers.get(name) or peer, error)  # it may have left
         failure = CallFailed("rejected", why, reached=True, code=error.code)
         failure.__cause__ = error
     except Exception:

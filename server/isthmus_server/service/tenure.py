@@ -534,14 +534,8 @@ def _takeovers_before(state: Path, epoch: int) -> list[KeptTakeover]:
         with contextlib.closing(_connected(state)) as database:
             rows = [json.loads(text) for (text,) in database.execute(query, (epoch,))]
         return [KeptTakeover(Takeover(**row["takeover"]), frozenset(row["runs"])) for row in rows]
-    except (
-        sqlite3.Error,
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-    ):  # of another version, or damaged
-        return []
+    except (sqlite3.Error, OSError, ValueError, TypeError, KeyError):
+        return []  # of another version, or damaged
 
 
 def _epoch(state: Path) -> int:
