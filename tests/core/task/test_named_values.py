@@ -30,7 +30,7 @@ TABLE: dict[str, Any] = {"nested": [], "total": 0.0}
 VARIABLE: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("VARIABLE")
 LOCAL = threading.local()
 SPACE = types.SimpleNamespace(losses=[])
-QUEUE: queue.Queue[torch.Tensor] = queue.Queue()
+ODD: Any = None
 BOUND: list[torch.Tensor] = []
 SCALES: list[float] = []
 COUNT = torch.zeros(1)
@@ -224,7 +224,6 @@ PLACES: dict[str, tuple[Callable[[torch.Tensor], None], Callable[[], Any]]] = {
     "property": (lambda loss: STORE.current.append(loss), lambda: emptied(SPACE.losses)),
     "slots": (lambda loss: SLOTTED.losses.append(loss), lambda: emptied(SLOTTED.losses)),
     "namespace": (lambda loss: SPACE.losses.append(loss), lambda: emptied(SPACE.losses)),
-    "queue": (QUEUE.put, lambda: emptied(QUEUE.queue)),
     "context": (to_variable, lambda: emptied(VARIABLE.get())),
     "thread": (to_thread, lambda: emptied(LOCAL.losses)),
     "default": (to_default, lambda: emptied((to_default.__defaults__ or ())[0])),
@@ -281,6 +280,47 @@ def trained(blocks: nn.Module, take: Callable[[], Any], **recomputed: Any) -> li
 def blocks_of(kind: Callable[..., nn.Module], *given: Any) -> nn.Module:
     torch.manual_seed(0)
     return nn.ModuleList([kind(*given), nn.Sequential(kind(*given))])
+
+
+DEFAULT: list[torch.Tensor] = []
+WITH_DEFAULT: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar(
+    "WITH_DEFAULT", default=DEFAULT
+)
+PLACES["context's default"] = (
+    lambda loss: WITH_DEFAULT.get().append(loss),
+    lambda: emptied(DEFAULT),
+)
+
+
+class Called:
+    """Is a function, and collects in itself and in a list of the file."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def __call__(self, *call: Any) -> None:
+        loss = call[-1].square().mean()
+        self.losses.append(loss)
+        LOSSES.append(loss)
+
+    def take(self) -> Any:
+        """The losses so far, and begin anew."""
+        return emptied(self.losses) + emptied(LOSSES)
+
+
+def test_losses_of_an_object_that_is_a_hook_are_there_once() -> None:
+    called = Called()
+
+    def hooked() -> nn.Module:
+        blocks = blocks_of(Plain)
+        for block in (blocks[0], blocks[1][0]):  # type: ignore[index]
+            block.register_forward_hook(called)
+        return blocks
+
+    expected = trained(hooked(), called.take)
+    found = trained(hooked(), called.take, compares=True)
+    assert expected[0] > 0
+    assert all(map(torch.equal, expected, found))
 
 
 @pytest.mark.parametrize("keep_products", [False, True])
@@ -388,6 +428,225 @@ def test_nothing_is_left_of_the_backward_pass_where_losses_are_taken_in_the_forw
         assert found[0][0] > 0
         assert all(map(torch.equal, *found))
     assert again.losses == LOSSES == []
+
+
+class Heir(Naming):
+    """Calls the method of its class's own."""
+
+    def forward(self, inputs: torch.Tensor, losses: Any = None) -> torch.Tensor:
+        return super().forward(inputs, losses) * 1.0
+
+
+class Projecting(Plain):
+    """Has a method that others call."""
+
+    def projected(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(inputs)
+        LOSSES.append(hidden.square().mean())
+        return hidden
+
+
+class CallingChild(nn.Module):
+    """Calls another method of its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Projecting()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.child.projected(inputs).tanh()
+        return output
+
+
+class CallingAttributes(Plain):
+    """Calls a function and an object that it has in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collect = to_list
+        self.router = Router()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(inputs)
+        self.collect(hidden.square().mean())
+        self.router.route(hidden)
+        output: torch.Tensor = hidden.tanh()
+        return output
+
+
+class Router:
+    """Is no module."""
+
+    def route(self, hidden: torch.Tensor) -> None:
+        """Collect a loss."""
+        LOSSES.append(hidden.abs().mean())
+
+
+class Patched(Plain):
+    """Has another `forward` than its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.other  # type: ignore[method-assign]
+
+    def other(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Collect a loss."""
+        hidden: torch.Tensor = self.layer(inputs)
+        LOSSES.append(hidden.square().mean())
+        return hidden.tanh()
+
+
+@pytest.mark.parametrize("kind", [Heir, CallingChild, CallingAttributes, Patched])
+def test_losses_of_methods_that_a_block_reaches_are_there_once(kind: type[nn.Module]) -> None:
+    expected = trained(blocks_of(kind), of_losses)
+    found = trained(blocks_of(kind), of_losses, compares=True)
+    assert expected[0] > 0
+    assert all(map(torch.equal, expected, found))
+    assert of_losses() == 0
+
+
+class Anything:
+    """Has all attributes, as the tables of some packages."""
+
+    def __getattr__(self, name: str) -> Any:
+        return Anything()
+
+
+class Unbound:
+    """Has no class yet, as the proxies of some packages."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("it is not there yet")
+
+
+class Unhashed(type):
+    """A class of classes without a hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Loading(dict[str, Any]):
+    """Must not be read."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("it would load everything")
+
+    def keys(self) -> Any:
+        """Load it."""
+        raise RuntimeError("it would load everything")
+
+    def values(self) -> Any:
+        """Load it."""
+        raise RuntimeError("it would load everything")
+
+
+class Referred:
+    """Is gone."""
+
+
+def itself() -> Any:
+    found = types.SimpleNamespace()
+    found.__wrapped__ = found
+    return found
+
+
+ODD_VALUES: dict[str, Callable[[], Any]] = {
+    "anything": Anything,
+    "no class": Unbound,
+    "no hash": lambda: Unhashed("Named", (), {})(),
+    "class without hash": lambda: Unhashed("Named", (), {}),
+    "loading": lambda: Loading(a=1),
+    "gone": lambda: weakref.proxy(Referred()),
+    "wraps itself": itself,
+}
+
+
+class NamingOdd(Plain):
+    """Names a variable of the file."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert ODD is not None
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("kind", ODD_VALUES)
+def test_odd_objects_are_not_asked_for_anything(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = ODD_VALUES[kind]()
+    for named in (odd, types.SimpleNamespace(inner=odd), Store.__new__(Store)):
+        vars(named).update(inner=odd) if type(named) is Store else None
+        monkeypatch.setitem(globals(), "ODD", named)
+        block = NamingOdd()
+        block.layer.register_forward_hook(lambda *_: void(odd))
+        recompute(block, compares=True)
+        block(torch.randn(12, 16)).sum().backward()
+
+
+def test_functions_that_call_one_another_a_thousand_times_are_followed() -> None:
+    table: dict[str, Any] = {"losses": LOSSES, "last": to_list}
+    lines = [f"def call_{n}(loss): call_{n + 1}(loss)" for n in range(400)]
+    exec("\n".join([*lines, "def call_400(loss): last(loss)"]), table)
+    expected = trained(blocks_of(Block, table["call_0"]), of_losses)
+    found = trained(blocks_of(Block, table["call_0"]), of_losses, compares=True)
+    assert all(map(torch.equal, expected, found))
+
+
+class Journal:
+    """Has a thread of its own that takes what it is given."""
+
+    def __init__(self) -> None:
+        self.waiting: queue.Queue[float] = queue.Queue()
+        self.written: list[float] = []
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def work(self) -> None:
+        """Write each number."""
+        while (number := self.waiting.get()) >= 0:
+            self.written.append(number)
+            self.waiting.task_done()
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Have it written."""
+        self.waiting.put(float(loss.detach()))
+
+
+def test_what_another_thread_waits_for_is_left_alone() -> None:
+    """It would lose its turn, and what it has taken would be there again."""
+    journal = Journal()
+    trained(blocks_of(Block, journal.add), lambda: 0.0, compares=True)
+    journal.waiting.join()
+    assert journal.thread.is_alive()
+    assert len(journal.written) == 2 * (3 + 2 + 2)  # with the repetition of the first call
+    journal.waiting.put(-1.0)
+    journal.thread.join()
+
+
+def test_what_a_block_adds_to_arguments_is_there_once_whatever_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "ODD", {number: [number] for number in range(150_000)})
+
+    class Adding(NamingOdd):
+        def forward(self, inputs: torch.Tensor, given: Any = None) -> torch.Tensor:
+            given["inner"]["losses"].append(inputs.sum())
+            return super().forward(inputs)
+
+    block = Adding()
+    recompute(block, compares=True)
+    given: Any = {"inner": {"losses": []}}
+    block(torch.randn(12, 16), given).sum().backward()
+    assert len(given["inner"]["losses"]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_blocks_with_scripted_modules_are_recomputed() -> None:
+    def scripted() -> nn.Module:
+        return nn.Sequential(Plain(), torch.jit.script(nn.Tanh()))
+
+    expected = trained(blocks_of(scripted), lambda: 0.0)
+    found = trained(blocks_of(scripted), lambda: 0.0, compares=True)
+    assert all(map(torch.equal, expected, found))
 
 
 def test_losses_of_blocks_within_others_are_there_once() -> None:

@@ -27,7 +27,9 @@ import operator
 import random
 import re
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -40,7 +42,13 @@ _OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module, where PyTorch keeps parameters, buffers, other modules and hooks."""
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 """Types of values that never change."""
+_PLAIN_IDS = frozenset(map(id, PLAIN))
+"""Their identities: other classes may have no hash, which a look into `PLAIN` would need."""
 _SKIPPED = (Task, type, types.ModuleType, io.IOBase)
+_BETWEEN_THREADS = frozenset(
+    {"threading", "queue", "_queue", "concurrent", "asyncio", "multiprocessing", "logging"}
+)
+"""Packages of Python whose objects other threads may change at any time, or wait for."""
 _BUILTIN = frozenset({dict, list, set, frozenset, tuple, collections.deque, torch.Tensor})
 """Types whose objects have no attributes of their own."""
 _LIBRARY = re.compile(r"(torch|isthmus(_(?!task_)\w+)?)(\.|$)")
@@ -48,6 +56,10 @@ _LIBRARY = re.compile(r"(torch|isthmus(_(?!task_)\w+)?)(\.|$)")
 `isthmus_task_...`."""
 _MOST = 100_000
 """Most values that are looked at besides the attributes of the modules themselves."""
+_MOST_NAMED = 20_000
+"""Most values that are looked at from what code only names, which may be all data."""
+_LARGEST_NAMED = 1 << 26
+"""Most bytes of an array that are copied of what code only names."""
 _PARTS_TELL = (zip, map, filter, enumerate, itertools.chain, itertools.islice)
 """Iterators over others, which are at another place whenever these are."""
 _HEAP_TYPE = 1 << 9
@@ -110,6 +122,10 @@ class Search:
         """
         self.note = note
         self._seen = set(map(id, known))
+        self.most = _MOST
+        """How many values are looked at."""
+        self.largest = sys.maxsize
+        """Most bytes of an array that is looked at."""
         self.iterators: list[Any] = []
         """Iterators, whose place can be read and not set."""
         self.unknown = ""
@@ -122,25 +138,31 @@ class Search:
         yield from modules
         yield from self.of_values(value for module in modules for value in _looked_into(module))
 
+    def of_named(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Holders in what code names, of which there may be any amount: less is looked at."""
+        self.most = len(self._seen) + _MOST_NAMED
+        self.largest = _LARGEST_NAMED
+        yield from self.of_values(values)
+
     def of_values(self, values: Iterable[Any]) -> Iterator[Any]:
         """Holders in values. Of modules that are among them all but the parameters."""
         waiting = collections.deque(values)
         while waiting:
             value = waiting.popleft()
             kind = type(value)
-            if kind in PLAIN or isinstance(value, _SKIPPED) or id(value) in self._seen:
+            if id(kind) in _PLAIN_IDS or id(value) in self._seen or _is_left_alone(kind):
                 continue
             if is_of_library(value):
                 continue
-            if len(self._seen) >= _MOST:
+            if len(self._seen) >= self.most:
                 self.unknown = self.unknown or f"more than {_MOST} values, too many to put back"
                 return
             self._seen.add(id(value))
-            if isinstance(value, torch.Tensor) or is_generator(value):
+            if issubclass(kind, torch.Tensor) or is_generator(value):
                 self.note(value)
                 if kind is torch.Tensor:  # others may have attributes of their frameworks
                     yield value.__dict__
-            elif isinstance(value, nn.Module):
+            elif issubclass(kind, nn.Module):
                 yield from (value, value._buffers, value._parameters, value._modules)
                 waiting.extend(_looked_into(value))
                 waiting.extend(value._buffers.values())
@@ -149,37 +171,40 @@ class Search:
                 yield from self._of_value(value, waiting)
 
     def _of_value(self, value: Any, waiting: collections.deque[Any]) -> Iterator[Any]:
-        if isinstance(value, (dict, list, set, collections.deque)):
+        kind = type(value)
+        if issubclass(kind, (dict, list, set, collections.deque)):
             yield value
-            waiting.extend(_changeable(items_of(value)))
-            waiting.extend(_changeable(value) if isinstance(value, dict) else ())
-        elif isinstance(value, (tuple, frozenset)):
+            content = copied(value)
+            waiting.extend(_changeable(items_of(content)))
+            waiting.extend(_changeable(content) if isinstance(content, dict) else ())
+        elif issubclass(kind, (tuple, frozenset)):
             waiting.extend(_changeable(value))
         elif is_array(value):
-            if not hasattr(value, "flags") or value.flags.writeable:
+            size = getattr(value, "nbytes", 0)
+            if size <= self.largest and (not hasattr(value, "flags") or value.flags.writeable):
                 yield value
                 waiting.extend(value.flat if _has_objects(value) else ())
-        elif isinstance(value, types.CellType):
+        elif kind is types.CellType:
             yield value
             waiting.extend(copied(value))
-        elif isinstance(value, Variables):
+        elif kind is Variables:
             yield value
             waiting.extend(copied(value).values())
             return
         elif (inner := _inner(value)) is not None:
             waiting.extend(inner)
-        elif not type(value).__module__.startswith("torch."):
+        elif not str(kind.__module__).startswith("torch."):
             self._check(value, waiting)
-        if type(value) not in _BUILTIN:
+        if kind not in _BUILTIN:
             yield from _of_object(value, waiting)
 
     def _check(self, value: Any, waiting: collections.deque[Any]) -> None:
         """Note an iterator of Python's own, or a generator: nothing can put it back."""
-        if not hasattr(type(value), "__next__"):
+        if not hasattr(type(value), "__next__") or type(value) in weakref.ProxyTypes:
             return
-        if hasattr(value, "__dict__") or _slots(value):  # one of a class that Python code has made
+        if own_attributes(value) is not None or _slots(value):  # of a class made by Python code
             return
-        if isinstance(value, _PARTS_TELL):
+        if issubclass(type(value), _PARTS_TELL):
             waiting.extend(gc.get_referents(value))
         elif place_of(value) is None:
             self.unknown = self.unknown or f"an iterator ({type(value).__name__})"
@@ -215,47 +240,88 @@ def is_library(name: object) -> bool:
     return _LIBRARY.match(str(name)) is not None
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_skipped(kind: type) -> bool:
+    """Whether objects of a class are not looked into, as those that threads share."""
+    bases = {str(base.__module__).partition(".")[0] for base in kind.__mro__}
+    return issubclass(kind, _SKIPPED) or not _BETWEEN_THREADS.isdisjoint(bases)
+
+
+def _is_left_alone(kind: type) -> bool:
+    if type(kind).__hash__ is None:  # not even a check for an abstract class would work
+        return True
+    return _is_skipped(kind)  # type: ignore[arg-type]  # it has a hash
+
+
 def is_of_library(value: Any) -> bool:
     """Whether a callable is one of PyTorch's or Isthmus's: what these note is no model's."""
-    if isinstance(value, functools.partial):
+    # Not `isinstance`, which asks objects for a `__class__` that they may have to look for.
+    kind = type(value)
+    if issubclass(kind, functools.partial):
         return is_of_library(value.func)
-    if isinstance(value, types.MethodType):
+    if kind is types.MethodType:
         return is_of_library(value.__func__) or is_of_library(type(value.__self__))
-    if isinstance(value, types.FunctionType):
+    if kind is types.FunctionType:
         # Not its `__module__`, which `functools.wraps` takes from the function that is wrapped.
         return is_library(value.__globals__.get("__name__"))
-    return isinstance(value, type) and is_library(value.__module__)
+    return issubclass(kind, type) and is_library(value.__module__)
 
 
 def _changeable(values: Iterable[Any]) -> Iterator[Any]:
-    return (each for each in values if type(each) not in PLAIN)
+    return (each for each in values if id(type(each)) not in _PLAIN_IDS)
 
 
 def _inner(value: Any) -> Iterable[Any] | None:
     """What a value has that never changes itself; None for others."""
-    if isinstance(value, (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)):
+    kind = type(value)
+    if kind in (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType):
         return [value.__self__]
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return [value.func, value.args, value.keywords]
-    if isinstance(value, types.MappingProxyType):
+    if kind is types.MappingProxyType:
         return list(value.values())
-    if isinstance(value, types.FunctionType):
+    if kind is types.FunctionType:
         return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]
     return None
 
 
 def _of_object(value: Any, waiting: collections.deque[Any]) -> Iterator[Any]:
     """The attributes and slots of an object."""
-    if type(value).__module__.startswith("torch."):
+    if str(type(value).__module__).startswith("torch."):
         return
-    own = getattr(value, "__dict__", None)
-    if type(own) is dict:
+    own = own_attributes(value)
+    if own is not None and any(map(_is_between_threads, own.values())):
+        return
+    if own is not None:
         yield own
         waiting.extend(_changeable(own.values()))
     if slots := _slots(value):
         holder = Slots(value, slots)
         yield holder
         waiting.extend(copied(holder).values())
+
+
+def _is_between_threads(value: Any) -> bool:
+    """Whether it is a queue, a thread or the like, for which an object has more than one thread."""
+    kind = type(value)
+    return id(kind) not in _PLAIN_IDS and any(
+        str(base.__module__).partition(".")[0] in _BETWEEN_THREADS - {"logging"}
+        for base in kind.__mro__
+    )
+
+
+def own_attributes(value: Any) -> dict[str, Any] | None:
+    """The table of an object's attributes; None if it has none, or one that code makes for it."""
+    kind = type(value)
+    if issubclass(kind, threading.local):
+        return value.__dict__
+    for base in kind.__mro__:
+        found = vars(base).get("__dict__")
+        if found is not None:
+            is_real = type(found) in (types.GetSetDescriptorType, types.MemberDescriptorType)
+            own = found.__get__(value) if is_real else None
+            return own if type(own) is dict else None
+    return None
 
 
 def _slots(value: Any) -> tuple[Any, ...]:
@@ -303,11 +369,18 @@ def copied(holder: Any) -> Content:
             return [holder.cell_contents]
         except ValueError:
             return []  # the variable has no value
+    # Not by methods of a class of its own, which may load what is read.
+    if isinstance(holder, collections.OrderedDict):
+        return dict(collections.OrderedDict.items(holder))
     if isinstance(holder, dict):
-        return dict(holder)
+        return dict(holder) if type(holder).__iter__ is dict.__iter__ else dict(dict.items(holder))
     if is_array(holder):
         return holder[:] if isinstance(holder, (bytearray, array.array)) else holder.copy()
-    return set(holder) if isinstance(holder, set) else list(holder)
+    if isinstance(holder, set):
+        return set(set.__iter__(holder))
+    if isinstance(holder, list):
+        return list.__getitem__(holder, slice(None))
+    return list(collections.deque.__iter__(holder))
 
 
 def items_of(content: Content) -> Iterable[Any]:
@@ -383,7 +456,7 @@ def _are_same(first: Iterable[Any], second: Iterable[Any]) -> bool:
 
 def _is_one(first: Any, second: Any) -> bool:
     return first is second or (
-        type(first) in PLAIN and type(first) is type(second) and first == second
+        id(type(first)) in _PLAIN_IDS and type(first) is type(second) and first == second
     )
 
 
@@ -392,10 +465,11 @@ def _is_one(first: Any, second: Any) -> bool:
 
 def is_array(value: Any) -> bool:
     """Whether a value is numbers in memory that are not a tensor's."""
-    if isinstance(value, (bytearray, array.array)):
+    kind = type(value)
+    if issubclass(kind, (bytearray, array.array)):
         return True
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return numpy is not None and issubclass(kind, numpy.ndarray)
 
 
 def _has_objects(values: Any) -> bool:
@@ -408,9 +482,10 @@ def _bytes(values: Any) -> bytes:
 
 def is_generator(value: Any) -> bool:
     """Whether a value is a generator of random numbers that has a state."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return not isinstance(value, random.SystemRandom)  # which has no state
+    kind = type(value)
+    if issubclass(kind, (torch.Generator, random.Random)):
+        return not issubclass(kind, random.SystemRandom)  # which has no state
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(
-        value, (numpy.random.Generator, numpy.random.RandomState)
+    return numpy is not None and issubclass(
+        kind, (numpy.random.Generator, numpy.random.RandomState)
     )

@@ -45,6 +45,7 @@ class KeptValues:
         modules: Iterable[nn.Module],
         values: Iterable[Any] = (),
         given: Iterable[Any] = (),
+        named: Iterable[Any] = (),
     ) -> None:
         """Note them.
 
@@ -52,6 +53,7 @@ class KeptValues:
             modules: of which attributes are noted.
             values: containers, objects and tensors that are noted, too.
             given: containers and objects that are, without their tensors, which are large.
+            named: as `given`; what code names, see `named_by`.
         """
         self._holders: list[tuple[Any, Content]] = []
         self._tensors: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
@@ -63,7 +65,9 @@ class KeptValues:
         search.note = self._note_generator
         self._add(search.of_values(given))
         self._iterators = [(each, place_of(each)) for each in search.iterators]
-        self.unknown = search.unknown
+        unknown = search.unknown
+        self._add(search.of_named(named))
+        self.unknown = unknown
         """What was found that cannot be put back, nor seen to change; empty for nothing."""
 
     def _add(self, holders: Iterable[Any]) -> None:

@@ -101,6 +101,8 @@ def recompute(
     of them have to make their first call together, as they do all others of such a module.
     """
     forward = unit.forward
+    # TorchScript makes another error of the one that ends a call early.
+    is_scripted = any(isinstance(each, torch.jit.ScriptModule) for each in unit.modules())
 
     def recomputed(named: list[Any], *args: Any, **kwargs: Any) -> Any:
         given = (named, args, kwargs)
@@ -108,7 +110,7 @@ def recompute(
             forward,
             *args,
             use_reentrant=False,
-            early_stop=not to_end,
+            early_stop=not (to_end or is_scripted),
             context_fn=functools.partial(_contexts, unit, keep_products, given),
             **kwargs,
         )
@@ -223,7 +225,7 @@ class _ComparedOnce:
         changes: list[Changes] = []
         repeats = [begin() for begin in self._watching]
         named = named_by(self._unit)
-        elsewhere = KeptValues((), (), named)
+        elsewhere = KeptValues((), named=named)
         with _noting(self._unit, (named, args, kwargs), kept, changes):
             output = self._recomputed(named, *args, **kwargs)
         self._note_changes(bool(elsewhere.changed().holders))
@@ -283,7 +285,7 @@ class _ComparedOnce:
 
 def _has_version(value: Any) -> bool:
     """Whether it is a tensor that knows how often it was written to."""
-    return isinstance(value, torch.Tensor) and not value.is_inference()
+    return issubclass(type(value), torch.Tensor) and not value.is_inference()
 
 
 def _uncounted() -> contextlib.AbstractContextManager[None]:
@@ -448,7 +450,8 @@ def _noting(unit: nn.Module, given: Any, kept: _Kept, changes: list[Changes]) ->
         for name, buffer in buffers.items()
         if buffer is not None
     ]
-    attributes = KeptValues(unit.modules(), (), given)
+    named, *given = given
+    attributes = KeptValues(unit.modules(), (), given, named)
     yield
     changes.append(attributes.changed())
     for table, name, buffer, version, values in before:
