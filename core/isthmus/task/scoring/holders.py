@@ -250,7 +250,7 @@ def _is_skipped(kind: type) -> bool:
 def _is_left_alone(kind: type) -> bool:
     if type(kind).__hash__ is None:  # not even a check for an abstract class would work
         return True
-    return _is_skipped(kind)  # type: ignore[arg-type]  # it has a hash
+    return _is_skipped(kind)
 
 
 def is_of_library(value: Any) -> bool:
@@ -314,7 +314,8 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
     """The table of an object's attributes; None if it has none, or one that code makes for it."""
     kind = type(value)
     if issubclass(kind, threading.local):
-        return value.__dict__
+        of_thread: dict[str, Any] = value.__dict__
+        return of_thread
     for base in kind.__mro__:
         found = vars(base).get("__dict__")
         if found is not None:
