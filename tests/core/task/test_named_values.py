@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from isthmus.errors import TaskError
+from isthmus.task.scoring.named_values import named_by
 from isthmus.task.scoring.recomputation import recompute
 
 LOSSES: Any = []
@@ -713,6 +714,28 @@ def test_what_an_installed_package_keeps_is_its_own(monkeypatch: pytest.MonkeyPa
     recompute(block, compares=True)
     block(torch.randn(12, 16)).sum().backward()
     assert journal.lines == ["a call"] * 3
+
+
+DATA = {number: [number] for number in range(1000)}
+
+
+class Reading(Naming):
+    """Names data, too."""
+
+    def collect(self, loss: torch.Tensor, losses: Any) -> None:
+        LOSSES.append(loss * len(DATA[0]))
+
+
+@pytest.mark.parametrize(("kind", "most"), [(Reading, 2), (Plain, 0)])
+def test_only_what_leads_to_what_changes_is_looked_at_after_the_first_call(
+    kind: type[Plain], most: int
+) -> None:
+    block = kind()
+    recompute(block, compares=True)
+    block(torch.randn(12, 16))
+    forward: Any = block.forward
+    assert len(forward._named) <= most < len(named_by(block))
+    LOSSES.clear()
 
 
 def tables_of(steps: int) -> torch.Tensor:

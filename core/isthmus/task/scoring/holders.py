@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
+import contextvars
 import functools
 import gc
 import io
@@ -43,7 +45,7 @@ _OWN = frozenset(vars(nn.Module())) - {"training"}
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 """Types of values that never change."""
 _PLAIN_IDS = frozenset(map(id, PLAIN))
-"""Their identities: other classes may have no hash, which a look into `PLAIN` would need."""
+"""Identities of these types: other classes may have no hash, as a look into `PLAIN` needs."""
 _SKIPPED = (Task, type, types.ModuleType, io.IOBase)
 _BETWEEN_THREADS = frozenset(
     {"threading", "queue", "_queue", "concurrent", "asyncio", "multiprocessing", "logging"}
@@ -190,6 +192,10 @@ class Search:
         elif kind is Variables:
             yield value
             waiting.extend(copied(value).values())
+            return
+        elif kind is contextvars.ContextVar:
+            with contextlib.suppress(LookupError):  # it has no value here
+                waiting.append(value.get())
             return
         elif (inner := _inner(value)) is not None:
             waiting.extend(inner)
@@ -382,6 +388,11 @@ def copied(holder: Any) -> Content:
     if isinstance(holder, list):
         return list.__getitem__(holder, slice(None))
     return list(collections.deque.__iter__(holder))
+
+
+def identity_of(holder: Any) -> int:
+    """What two searches have in common of a holder."""
+    return id(holder.owner if isinstance(holder, Slots) else holder)
 
 
 def items_of(content: Content) -> Iterable[Any]:

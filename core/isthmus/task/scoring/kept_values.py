@@ -30,6 +30,7 @@ from isthmus.task.scoring.holders import (
     attributes_of,
     copied,
     fill,
+    identity_of,
     is_array,
     is_same,
     items_of,
@@ -108,6 +109,15 @@ class KeptValues:
             if not _are_equal(_state(generator), before)
         ]
         return Changes(holders, others, generators)
+
+    def changed_through(self, named: Iterable[Any]) -> list[Any]:
+        """Named values by which something is found that has changed."""
+        changed = {identity_of(holder) for holder, _ in self.changed().holders}
+        return [
+            each
+            for each in named
+            if changed and any(identity_of(found) in changed for found in Search().of_named([each]))
+        ]
 
     def undo(self) -> None:
         """Give what has changed the values of before, also tensors that were changed in place."""

@@ -143,8 +143,10 @@ class _Code:
         table = function.__globals__
         names = frozenset(_names(function.__code__))
         self._names |= names
-        yield Variables(table, names & frozenset(_assigned(function.__code__)))
-        for name in names:
+        containers = {name for name in names if type(table.get(name)) in _CONTAINERS}
+        assigned = frozenset(_assigned(function.__code__))
+        yield Variables(table, names & (assigned | containers))
+        for name in names - containers:
             variable = table.get(name, sys.modules.get(name))
             yield from self._of_variable(variable, names, owner)
         yield from self._of_table(owner, names)
@@ -171,7 +173,7 @@ class _Code:
         elif issubclass(kind, nn.Module):
             yield from value.buffers()
         elif kind is contextvars.ContextVar:
-            yield _value_of(value)
+            yield value
         elif issubclass(kind, (types.ModuleType, type)):
             yield from self._of_table(value, names | _CALLED)
         elif kind not in _SPACES and self._is_foreign(kind):
@@ -184,9 +186,6 @@ class _Code:
         kind = type(value)
         for base in kind.__mro__:
             yield from self._of_table(base, names | _CALLED, kind)
-        for each in (own_attributes(value) or {}).values():
-            if type(each) is contextvars.ContextVar:
-                yield _value_of(each)
 
     def _of_table(
         self, value: Any, names: frozenset[str], owner: type | None = None
@@ -230,13 +229,6 @@ def _static(value: Any, name: str) -> Any:
             return found.__get__(value)
         return None
     return found
-
-
-def _value_of(variable: contextvars.ContextVar[Any]) -> Any:
-    try:
-        return variable.get()
-    except LookupError:
-        return None
 
 
 def _is_readable(kind: type) -> bool:

@@ -171,8 +171,8 @@ class _ComparedOnce:
     # No dictionary, which `KeptValues` would take for what the module keeps.
     __slots__ = (
         "__wrapped__",
-        "_changes_named",
         "_is_compared",
+        "_named",
         "_recomputed",
         "_unit",
         "_watching",
@@ -192,8 +192,8 @@ class _ComparedOnce:
         self.__wrapped__ = forward  # which tells its signature, too
         self._recomputed = recomputed
         self._is_compared = False
-        # Whether calls change what its code names; until one was compared, they may.
-        self._changes_named = True
+        # What its code names and its calls change; None until one was compared.
+        self._named: list[Any] | None = None
         self._watching: list[BeginCall] = []
 
     def watch(self, begin: BeginCall) -> None:
@@ -210,7 +210,7 @@ class _ComparedOnce:
         outside = _is_within_unit.set(True)
         try:
             if not compares:
-                named = named_by(self._unit) if self._changes_named else []
+                named = named_by(self._unit) if self._named is None else self._named
                 return self._recomputed(named, *args, **kwargs)
             self._is_compared = True
             return self._compared(args, kwargs)
@@ -228,7 +228,7 @@ class _ComparedOnce:
         elsewhere = KeptValues((), named=named)
         with _noting(self._unit, (named, args, kwargs), kept, changes):
             output = self._recomputed(named, *args, **kwargs)
-        self._note_changes(bool(elsewhere.changed().holders))
+        self._note(elsewhere.changed_through(named))
         after = _Drawn((args, kwargs))
         # A list that is passed to blocks may collect their losses: once each.
         given = KeptValues((), (args, kwargs))
@@ -257,12 +257,12 @@ class _ComparedOnce:
             raise self._refusal("computes something else")
         return output
 
-    def _note_changes(self, changes_named: bool) -> None:
-        """Note it of those within as well, which are not compared by themselves."""
+    def _note(self, named: list[Any]) -> None:
+        """Note what calls change also for those within, which are not compared by themselves."""
         for module in self._unit.modules():
             forward = vars(module).get("forward")
             if isinstance(forward, _ComparedOnce):
-                forward._changes_named = changes_named
+                forward._named = named
 
     def _is_to_be_compared(self, arguments: Any) -> bool:
         if self._is_compared or not torch.is_grad_enabled() or _is_within_unit.get():
