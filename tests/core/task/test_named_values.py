@@ -125,7 +125,8 @@ def to_sum(loss: torch.Tensor) -> None:
 
 def from_sum() -> Any:
     global TOTAL
-    total, TOTAL = TOTAL, 0.0
+    total = TOTAL
+    TOTAL = 0.0
     return total
 
 
