@@ -224,7 +224,7 @@ async def test_a_source_that_gives_enough_is_read_however_much_a_stream_waits_fo
 async def test_a_source_is_not_asked_while_a_thread_hangs_in_it(blob, monkeypatch):
     """However long: threads would add up, one for each request."""
     payload, name = blob
-    monkeypatch.setattr(blob_sources, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(blob_sources, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(blob_sources, "REST_SECONDS", 0.0)
     released = threading.Event()
     threads = []
