@@ -341,7 +341,7 @@ class RemoteMembers(Members):
                         log.warning("%s; participants that have joined continue", error)
                     reachable = False
                     pause = _OFFLINE_SECONDS
-                except Exception:
+                except Exception:  # the copying goes on, whatever was wrong once
                     log.exception("the registry could not be copied; it is tried again")
                     pause = _OFFLINE_SECONDS
                 await asyncio.sleep(pause)
